@@ -1,0 +1,415 @@
+"""Chunk keys: what must be equal for two chunks to hold the same bytes.
+
+::
+
+    namespace id = SHA-256(namespace, layout, chunker, hash, schema)[:16]
+    h(0)         = H(namespace id, scope)
+    h(i+1)       = H(h(i) | number of tokens | tokens of chunk i | media in chunk i)
+    key(i)       = namespace id (16 bytes) | i (4 bytes) | h(i+1)
+
+Every variable field is tagged and length-prefixed before it is hashed, so no two different field lists
+have one encoding. Tokens are canonical little-endian uint32, so neither the container nor the integer width
+changes a key, and nothing depends on Python's `hash()`. The chunk's position stands in the key so that every
+tier can evict the tail of a prefix before its head without a side index.
+
+SHA-256 is the default because prefix caches shared by tenants have seen crafted collisions; `xxh3_128` is for
+caches with one owner.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, NewType, Protocol, cast
+
+import numpy as np
+import torch
+import xxhash
+
+from akvcache.errors import ConfigurationError, UsageError
+from akvcache.layout import KVLayout
+
+__all__ = (
+    "HASHES",
+    "KEY_SCHEMA",
+    "CacheNamespace",
+    "ChunkKey",
+    "ChunkRun",
+    "Chunker",
+    "FixedChunker",
+    "KeySchema",
+    "NamespaceId",
+    "RequestScope",
+    "SegmentChunker",
+    "TokenSequence",
+    "canonical_tokens",
+    "depth_of",
+    "digest_of",
+    "masked_head",
+    "namespace_of",
+)
+
+ChunkKey = NewType("ChunkKey", bytes)
+NamespaceId = NewType("NamespaceId", bytes)
+TokenSequence = Sequence[int] | np.ndarray | torch.Tensor
+"""Token ids as a list, tuple, range, `array.array`, NumPy array or torch tensor of any integer width."""
+
+KEY_SCHEMA: Final = 1
+NAMESPACE_ID_BYTES: Final = 16
+DEPTH_BYTES: Final = 4
+MAX_TOKEN: Final = 2**32 - 1
+MIN_MEDIA_DIGEST_BYTES: Final = 16
+CONVERT_TOKENS: Final = 1 << 16
+"""Tokens converted per step, so that a long list in a worker thread leaves the GIL to the loop in between."""
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+HASHES: Final = MappingProxyType({"sha256": _sha256, "xxh3_128": xxhash.xxh3_128_digest})
+
+
+def namespace_of(key: ChunkKey) -> NamespaceId:
+    """Return the namespace id inside `key`."""
+    return NamespaceId(key[:NAMESPACE_ID_BYTES])
+
+
+def depth_of(key: ChunkKey) -> int:
+    """Return the position of the chunk in its prefix, counted from 0."""
+    return int.from_bytes(key[NAMESPACE_ID_BYTES : NAMESPACE_ID_BYTES + DEPTH_BYTES], "big")
+
+
+def digest_of(key: ChunkKey) -> bytes:
+    """Return the chained digest inside `key`."""
+    return key[NAMESPACE_ID_BYTES + DEPTH_BYTES :]
+
+
+def _fields(*pairs: tuple[str, bytes]) -> bytes:
+    """Encode tagged fields so that different lists never have one encoding."""
+    return b"".join(struct.pack("<II", len(tag), len(value)) + tag.encode() + value for tag, value in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheNamespace:
+    """Everything fixed for one engine that changes the bytes of a chunk, besides layout and chunking.
+
+    Attributes:
+        model: Model id, for example "HuggingFaceTB/SmolLM2-135M-Instruct".
+        weights_version: Revision or training step of the weights.
+        parallel: Axis name to (rank, size), for example ``{"tp": (0, 4)}``. Leave out an axis whose ranks
+            hold the same bytes (tensor parallelism under MLA), so that they share entries.
+        extra: Anything else that changes the bytes, such as a quantisation recipe.
+    """
+
+    model: str = ""
+    weights_version: str = ""
+    parallel: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
+    extra: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        for axis, (rank, size) in self.parallel.items():
+            if not 0 <= rank < size:
+                raise ConfigurationError(f"parallel axis {axis!r}: rank {rank} is not below size {size}")
+        object.__setattr__(self, "parallel", MappingProxyType(dict(self.parallel)))
+        object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
+
+    def encode(self) -> bytes:
+        """Return the canonical encoding that enters the namespace id."""
+        pairs = [("model", self.model.encode()), ("weights", self.weights_version.encode())]
+        pairs += [(f"parallel.{a}", struct.pack("<II", *self.parallel[a])) for a in sorted(self.parallel)]
+        pairs += [(f"extra.{name}", self.extra[name].encode()) for name in sorted(self.extra)]
+        return _fields(*pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestScope:
+    """Everything of one request besides its tokens that changes the bytes.
+
+    Attributes:
+        adapter: LoRA or other adapter name; None is the base model.
+        adapter_version: Version of the adapter's weights.
+        salt: Isolation salt, set by the trusted layer; entries of different salts are never shared.
+        media: (token position, content digest) of each image or clip. A digest enters the chunk that holds
+            its position, and through the chain everything after it. At least 16 bytes each.
+    """
+
+    adapter: str | None = None
+    adapter_version: str | None = None
+    salt: str | bytes | None = field(default=None, repr=False)
+    media: Sequence[tuple[int, bytes]] = ()
+
+    def encode(self) -> bytes:
+        """Return the canonical encoding of all fields but the media."""
+        pairs: list[tuple[str, bytes]] = []
+        if self.adapter is not None:
+            pairs.append(("adapter", self.adapter.encode()))
+        if self.adapter_version is not None:
+            pairs.append(("adapter_version", self.adapter_version.encode()))
+        if isinstance(self.salt, bytes):
+            pairs.append(("salt.bytes", self.salt))
+        elif self.salt is not None:
+            pairs.append(("salt.text", self.salt.encode()))
+        return _fields(*pairs)
+
+
+def canonical_tokens(tokens: TokenSequence) -> memoryview:
+    """Return `tokens` as a contiguous little-endian uint32 buffer.
+
+    Raises:
+        UsageError: A token is negative, above 2**32 - 1 or not an integer, or the container is not a
+            one-dimensional sequence of integers.
+    """
+    if isinstance(tokens, torch.Tensor):
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
+            raise UsageError(f"tokens must be integers, got a tensor of {tokens.dtype}")
+        tokens = cast("np.ndarray", tokens.detach().cpu().numpy())
+    elif isinstance(tokens, array.array):
+        tokens = np.asarray(tokens)
+    if isinstance(tokens, np.ndarray):
+        return _from_ndarray(tokens)
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, Sequence):
+        raise UsageError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
+    try:
+        out = array.array("I")
+        for start in range(0, len(tokens), CONVERT_TOKENS):
+            out.extend(array.array("I", tokens[start : start + CONVERT_TOKENS]))
+    except (OverflowError, TypeError, ValueError):
+        bad = next((t for t in tokens if not _is_token(t)), None)
+        raise UsageError(f"token {bad!r} is not an integer between 0 and {MAX_TOKEN}") from None
+    return memoryview(np.frombuffer(out, dtype="=u4").astype("<u4", copy=False)).cast("B")
+
+
+def _is_token(value: object) -> bool:
+    return hasattr(value, "__index__") and 0 <= int(cast("int", value)) <= MAX_TOKEN
+
+
+def _from_ndarray(tokens: np.ndarray) -> memoryview:
+    if tokens.ndim != 1:
+        raise UsageError(f"tokens must have one dimension, got shape {tokens.shape}")
+    if tokens.dtype.kind not in "iu":
+        raise UsageError(f"tokens must be integers, got an array of {tokens.dtype}")
+    if tokens.size and (tokens.dtype.kind == "i" or tokens.dtype.itemsize > 4):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high > MAX_TOKEN:
+            raise UsageError(f"token {low if low < 0 else high} is not an integer between 0 and {MAX_TOKEN}")
+    return memoryview(np.ascontiguousarray(tokens, dtype="<u4")).cast("B")
+
+
+class Chunker(Protocol):
+    """Cuts a prompt into chunks."""
+
+    @property
+    def name(self) -> str:
+        """What enters the namespace: two chunkers of one name cut every prompt alike."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest chunk it makes; a host slot holds this many tokens."""
+        ...
+
+    def stops(self, tokens: memoryview) -> Sequence[int]:
+        """Return where each chunk ends, ascending; tokens after the last stop are the uncached tail.
+
+        Args:
+            tokens: Canonical tokens, uint32 little-endian bytes.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedChunker:
+    """Chunks of `chunk_tokens` tokens each."""
+
+    chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigurationError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+
+    @property
+    def name(self) -> str:
+        """See `Chunker.name`."""
+        return f"fixed:{self.chunk_tokens}"
+
+    @property
+    def max_tokens(self) -> int:
+        """See `Chunker.max_tokens`."""
+        return self.chunk_tokens
+
+    def stops(self, tokens: memoryview) -> Sequence[int]:
+        """See `Chunker.stops`."""
+        return range(self.chunk_tokens, len(tokens) // 4 + 1, self.chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChunker:
+    """A chunk ends after each separator, and after `chunk_tokens` tokens without one.
+
+    Prompts made of whole documents share a prefix up to a document's end, not up to a multiple of a fixed
+    size. Keys stay chained: a document is found again behind the same documents only, because its KV depends
+    on everything before it.
+    """
+
+    chunk_tokens: int
+    separator: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ConfigurationError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if not self.separator or not all(_is_token(t) for t in self.separator):
+            raise ConfigurationError(f"separator must be a non-empty list of token ids, got {self.separator}")
+        if len(self.separator) > self.chunk_tokens:
+            raise ConfigurationError(f"separator is longer than chunk_tokens ({self.chunk_tokens})")
+
+    @property
+    def name(self) -> str:
+        """See `Chunker.name`."""
+        return f"segments:{self.chunk_tokens}:{','.join(map(str, self.separator))}"
+
+    @property
+    def max_tokens(self) -> int:
+        """See `Chunker.max_tokens`."""
+        return self.chunk_tokens
+
+    def stops(self, tokens: memoryview) -> Sequence[int]:
+        """See `Chunker.stops`."""
+        ids = np.frombuffer(tokens, dtype="<u4")
+        width = len(self.separator)
+        if ids.size < width:
+            match = np.zeros(0, dtype=np.intp)
+        else:
+            windows = np.lib.stride_tricks.sliding_window_view(ids, width)
+            match = np.flatnonzero((windows == np.asarray(self.separator, dtype=np.uint32)).all(axis=1))
+        stops: list[int] = []
+        start = 0
+        for end in [*(int(m) + width for m in match), int(ids.size) + self.chunk_tokens]:
+            if end - width < start:
+                continue  # overlaps the separator before it
+            limit = min(end, int(ids.size))
+            while limit - start > self.chunk_tokens or (limit - start == self.chunk_tokens and limit != end):
+                start += self.chunk_tokens
+                stops.append(start)
+            if end <= ids.size and end > start:
+                stops.append(end)
+                start = end
+        return stops
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """The chunks of one prompt, in order: chunk ``i`` holds tokens ``[stops[i-1], stops[i])``."""
+
+    keys: Sequence[ChunkKey]
+    stops: Sequence[int]
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Return the half-open token range of one chunk."""
+        return (self.stops[index - 1] if index else 0), self.stops[index]
+
+    def tokens_before(self, index: int) -> int:
+        """Return the tokens in the first `index` chunks."""
+        return self.stops[index - 1] if index else 0
+
+
+class KeySchema:
+    """Turns prompts into chunk keys for one namespace. Immutable; safe from any thread."""
+
+    def __init__(
+        self, *, namespace: CacheNamespace, layout: KVLayout, chunker: Chunker, algorithm: str = "sha256"
+    ) -> None:
+        if algorithm not in HASHES:
+            raise ConfigurationError(f"key_hash {algorithm!r} is not known; use one of {', '.join(HASHES)}")
+        self.namespace = namespace
+        self.layout = layout
+        self.chunker = chunker
+        self.algorithm = algorithm
+        self._hash = HASHES[algorithm]
+        identity = _fields(
+            ("schema", struct.pack("<I", KEY_SCHEMA)),
+            ("namespace", namespace.encode()),
+            ("layout", layout.digest),
+            ("chunker", chunker.name.encode()),
+            ("hash", algorithm.encode()),
+        )
+        self.namespace_id = NamespaceId(hashlib.sha256(identity).digest()[:NAMESPACE_ID_BYTES])
+
+    def __repr__(self) -> str:
+        return f"<KeySchema {self.namespace_id.hex()} {self.namespace.model!r} {self.chunker.name} {self.algorithm}>"
+
+    def describe(self) -> dict[str, object]:
+        """Return what a manifest tells an operator about this namespace; no salt, no tokens."""
+        return {
+            "key_schema": KEY_SCHEMA,
+            "namespace_id": self.namespace_id.hex(),
+            "model": self.namespace.model,
+            "weights_version": self.namespace.weights_version,
+            "parallel": {axis: list(value) for axis, value in sorted(self.namespace.parallel.items())},
+            "extra": dict(sorted(self.namespace.extra.items())),
+            "chunker": self.chunker.name,
+            "hash": self.algorithm,
+            "layout": self.layout.digest.hex(),
+            "layout_tag": self.layout.tag,
+            "dtypes": [group.dtype for group in self.layout.groups],
+            "token_bytes": self.layout.token_bytes,
+        }
+
+    def run(self, tokens: memoryview, scope: RequestScope) -> ChunkRun:
+        """Return the chunks of a prompt.
+
+        Args:
+            tokens: Canonical tokens (`canonical_tokens`).
+            scope: What else changes the bytes.
+
+        Raises:
+            UsageError: A media position lies outside the prompt, or its digest is too short.
+        """
+        stops = self.chunker.stops(tokens)
+        media = self._media(scope, len(tokens) // 4)
+        digest = self._hash(_fields(("namespace", self.namespace_id), ("scope", scope.encode())))
+        hash_, prefix, keys, start, next_media = self._hash, self.namespace_id, [], 0, 0
+        for depth, stop in enumerate(stops):
+            data = digest + (stop - start).to_bytes(4, "little") + tokens[start * 4 : stop * 4]
+            if next_media < len(media) and media[next_media][0] < stop:
+                first = next_media
+                while next_media < len(media) and media[next_media][0] < stop:
+                    next_media += 1
+                data += _fields(*((f"media.{at}", value) for at, value in media[first:next_media]))
+            digest = hash_(data)
+            keys.append(ChunkKey(prefix + depth.to_bytes(4, "big") + digest))
+            start = stop
+        return ChunkRun(keys, stops)
+
+    @staticmethod
+    def _media(scope: RequestScope, num_tokens: int) -> list[tuple[int, bytes]]:
+        for at, value in scope.media:
+            if not 0 <= at < num_tokens:
+                raise UsageError(f"media position {at} is outside the {num_tokens} tokens of the prompt")
+            if len(value) < MIN_MEDIA_DIGEST_BYTES:
+                raise UsageError(f"media digest at {at} has {len(value)} bytes; give at least 16 of a content hash")
+        return sorted(scope.media)
+
+
+def masked_head(mask: Sequence[bool] | np.ndarray | torch.Tensor | None, num_tokens: int) -> int:
+    """Return how many leading tokens `mask` excludes; the mask must read ``F...FT...T``.
+
+    Raises:
+        UsageError: The mask is not boolean, has another length, or holds a False after a True.
+    """
+    if mask is None:
+        return 0
+    values = np.asarray(mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask)
+    if values.ndim != 1 or (values.dtype != np.bool_ and values.size):
+        raise UsageError(f"mask must be one dimension of booleans, got {values.dtype} of shape {values.shape}")
+    if values.size != num_tokens:
+        raise UsageError(f"mask has length {values.size}, tokens have length {num_tokens}")
+    head = int(values.argmax()) if values.any() else num_tokens
+    if not values[head:].all():
+        hole = head + int(values[head:].argmin())
+        raise UsageError(f"mask is False at {hole} after True at {head}; it must read F...FT...T")
+    return head

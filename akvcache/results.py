@@ -1,0 +1,158 @@
+"""What `lookup`, `retrieve`, `store` and `prefetch` answer."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from akvcache.host import HostLease
+
+__all__ = ("DurableResult", "LookupResult", "PrefetchResult", "RetrieveResult", "StopReason", "StoreResult")
+
+NO_TIERS: Mapping[str, int] = MappingProxyType({})
+
+
+class StopReason(enum.StrEnum):
+    """Why an answer is shorter than what was asked for. Caller, span and metric carry the same one."""
+
+    MEMORY_PRESSURE = "memory_pressure"
+    """No host slot became free in time."""
+    DEADLINE = "deadline"
+    """The caller's deadline passed."""
+    MISSING = "missing"
+    """The next chunk is in no tier (any more)."""
+    CORRUPT = "corrupt"
+    """A stored chunk did not verify; it was dropped."""
+    BACKEND_ERROR = "backend_error"
+    """A tier failed."""
+    TRANSFER_ERROR = "transfer_error"
+    """The copy between device and host failed."""
+    CAPACITY = "capacity"
+    """A lower tier had no room."""
+    UNHEALTHY = "unhealthy"
+    """The engine failed to open or found an invariant broken."""
+    PASSIVE = "passive"
+    """This rank leaves the cache to another one."""
+    FROZEN = "frozen"
+    """The engine is frozen: nothing is stored."""
+    TOO_SHORT = "too_short"
+    """Fewer tokens than one chunk, or than `EngineConfig.min_tokens`."""
+    NOT_WORTH_IT = "not_worth_it"
+    """Recomputing is faster."""
+    CLEARED = "cleared"
+    """`clear` or a weights change happened meanwhile."""
+    CLOSED = "closed"
+    """The engine is closing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupResult:
+    """The longest cached prefix.
+
+    Attributes:
+        hit_tokens: Tokens of the prefix that are cached, from token 0.
+        by_tier: Tier name to tokens it would serve; sums to `hit_tokens`.
+        lease: Protects those chunks from eviction until released or expired; None if none was asked for.
+        stopped: Why the prefix ends; None if every chunk is cached.
+    """
+
+    hit_tokens: int
+    by_tier: Mapping[str, int] = field(default_factory=lambda: NO_TIERS)
+    lease: HostLease | None = None
+    stopped: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrieveResult:
+    """What now lies in the caller's KV.
+
+    Attributes:
+        mask: ``torch.bool``, one per token, True exactly where bytes now lie in `kv`; one contiguous run.
+        hit_tokens: Tokens of the prefix cached when the request was planned, from token 0.
+        loaded_tokens: Trues in `mask`.
+        by_tier: Tier name to tokens loaded from it; sums to `loaded_tokens`.
+        stopped: Why it is shorter than the prompt's whole chunks; None if all were loaded.
+    """
+
+    mask: torch.Tensor
+    hit_tokens: int
+    loaded_tokens: int
+    by_tier: Mapping[str, int] = field(default_factory=lambda: NO_TIERS)
+    stopped: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DurableResult:
+    """How much of a store the lower tiers now hold.
+
+    Attributes:
+        durable_tokens: Tokens of the prefix, from token 0, that some persistent tier holds.
+        stopped: Why it is shorter than what was stored; None if all of it is there.
+    """
+
+    durable_tokens: int
+    stopped: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreResult:
+    """What was kept.
+
+    Attributes:
+        total_tokens: Tokens of the prompt.
+        stored_tokens: Longest prefix, from token 0, that is now cached in some tier.
+        new_tokens: Tokens copied from `kv` by this call.
+        existing_tokens: Tokens of chunks, after the mask's head, that were cached already.
+        stopped: Why not all whole chunks are kept; None if they are.
+    """
+
+    total_tokens: int
+    stored_tokens: int
+    new_tokens: int
+    existing_tokens: int
+    stopped: StopReason | None = None
+    _durable: Callable[[], Awaitable[DurableResult]] | None = field(default=None, repr=False, compare=False)
+
+    async def durable(self, timeout_s: float | None = None) -> DurableResult:
+        """Wait until the lower tiers have taken or refused everything this store handed over.
+
+        Args:
+            timeout_s: Longest wait in seconds; None is the engine's own limit per write.
+
+        Cancellation:
+            The writes go on; only this wait ends.
+        """
+        if self._durable is None:
+            return DurableResult(durable_tokens=0, stopped=self.stopped)
+        return await self._durable() if timeout_s is None else await _within(self._durable(), timeout_s)
+
+
+async def _within(wait: Awaitable[DurableResult], timeout_s: float) -> DurableResult:
+    import asyncio  # noqa: PLC0415
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await wait
+    except TimeoutError:
+        return DurableResult(durable_tokens=0, stopped=StopReason.DEADLINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchResult:
+    """How much of a prefix is in host memory now.
+
+    Attributes:
+        hit_tokens: Tokens of the prefix cached when planned.
+        ready_tokens: Tokens of the prefix, from token 0, in host memory when this returned.
+        stopped: Why it is shorter than the hit.
+    """
+
+    hit_tokens: int
+    ready_tokens: int
+    stopped: StopReason | None = None

@@ -11,7 +11,7 @@ which moves nothing, for measuring the control plane.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ class KVConnector(Protocol[KV_contra]):
 def _bytes_2d(tensor: torch.Tensor, rows: int) -> np.ndarray:
     """Return a contiguous tensor as ``[rows, bytes]`` sharing its memory."""
     raw = tensor.detach().view(rows, -1).view(torch.uint8)
-    return cast("np.ndarray", raw.numpy())
+    return raw.numpy()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -119,7 +119,7 @@ class PagedConnector:
         if not layers:
             raise ConfigurationError("a paged cache needs at least one layer")
         shape, dtype = layers[0][0].shape, layers[0][0].dtype
-        if len(shape) != 4:
+        if len(shape) != 4 or 0 in shape:
             raise ConfigurationError(f"layer 0 has shape {tuple(shape)}, expected [blocks, block_tokens, heads, dim]")
         for index, pair in enumerate(layers):
             for plane in pair:
@@ -152,10 +152,15 @@ class PagedConnector:
         offsets = torch.arange(self._block_tokens, dtype=torch.int64)
         return (table[:, None] * self._block_tokens + offsets).reshape(-1)[:num_tokens]
 
-    def check(self, kv: torch.Tensor, num_tokens: int) -> None:
+    def check(self, kv: object, num_tokens: int) -> None:
         """See `KVConnector.check`."""
-        if kv.dtype != torch.int64 or kv.ndim != 1:
-            raise UsageError(f"kv must be a one-dimensional int64 slot mapping, got {kv.dtype} of {tuple(kv.shape)}")
+        if not isinstance(kv, torch.Tensor):
+            raise UsageError(f"kv must be a slot mapping (see `slots`), got {type(kv).__name__}")
+        if kv.dtype != torch.int64 or kv.ndim != 1 or kv.device.type != "cpu":
+            raise UsageError(
+                "kv must be a one-dimensional int64 slot mapping on the CPU, "
+                f"got {kv.dtype} of {tuple(kv.shape)} on {kv.device}"
+            )
         if kv.numel() < num_tokens:
             raise UsageError(f"slot mapping has {kv.numel()} slots, the request has {num_tokens} tokens")
         if kv.numel() and not 0 <= int(kv.min()) <= int(kv.max()) < self._num_slots:
@@ -178,7 +183,7 @@ class PagedConnector:
 
     def _rows(self, kv: torch.Tensor, start: int, stop: int) -> tuple[int, np.ndarray]:
         """Return how many rows a plane has and which ones to move: whole blocks where the slots allow it."""
-        slots = cast("np.ndarray", kv[start:stop].numpy())
+        slots = kv[start:stop].numpy()
         size = self._block_tokens
         if size > 1 and slots.size % size == 0:
             table = slots.reshape(-1, size)
@@ -233,16 +238,19 @@ class TensorConnector:
             raise UsageError(f"kv has {len(kv)} layers, the layout has {self._layout.groups[0].num_layers}")
         for index, pair in enumerate(kv):
             for tensor in pair:
-                batch, heads, tokens, dim = tensor.shape
-                if (batch, heads, dim) != (1, self._heads, self._dim) or tensor.dtype != self._dtype:
+                shape = tuple(tensor.shape)
+                if (*shape[:2], *shape[3:]) != (1, self._heads, self._dim) or tensor.dtype != self._dtype:
                     raise UsageError(
-                        f"layer {index} is {tuple(tensor.shape)} of {tensor.dtype}, "
+                        f"layer {index} is {shape} of {tensor.dtype}, "
                         f"expected (1, {self._heads}, tokens, {self._dim}) of {self._dtype}"
                     )
-                if tokens < num_tokens:
-                    raise UsageError(f"layer {index} has room for {tokens} tokens, the request has {num_tokens}")
-                if tensor.device.type != "cpu":
-                    raise UsageError(f"layer {index} is on {tensor.device}, expected the CPU")
+                if shape[2] < num_tokens:
+                    raise UsageError(f"layer {index} has room for {shape[2]} tokens, the request has {num_tokens}")
+                if tensor.device.type != "cpu" or tensor.stride(-1) != 1:
+                    raise UsageError(
+                        f"layer {index} is on {tensor.device} with strides {tensor.stride()}, "
+                        "expected the CPU with the last dimension contiguous"
+                    )
 
     def gather(self, kv: TensorKV, spans: Sequence[Span], out: Sequence[memoryview]) -> None:
         """See `KVConnector.gather`."""
@@ -264,7 +272,7 @@ class TensorConnector:
             for plane, tensor in enumerate(planes):
                 run = flat[slice(*self._layout.run(0, layer, plane, stop - start))]
                 source = tensor.detach()[0, :, start:stop].view(torch.uint8)
-                pairs.append((cast("np.ndarray", source.numpy()), run.reshape(source.shape)))
+                pairs.append((source.numpy(), run.reshape(source.shape)))
         return pairs
 
 

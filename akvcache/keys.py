@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import array
 import hashlib
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NewType, Protocol, cast
+from typing import Final, NewType, Protocol, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -91,7 +92,13 @@ def digest_of(key: ChunkKey) -> bytes:
 
 def _fields(*pairs: tuple[str, bytes]) -> bytes:
     """Encode tagged fields so that different lists never have one encoding."""
-    return b"".join(struct.pack("<II", len(tag), len(value)) + tag.encode() + value for tag, value in pairs)
+    tagged = ((_text(tag), value) for tag, value in pairs)
+    return b"".join(struct.pack("<II", len(tag), len(value)) + tag + value for tag, value in tagged)
+
+
+def _text(value: str) -> bytes:
+    """Encode text one-to-one, lone surrogates too: JSON lets a client send them in a salt."""
+    return value.encode("utf-8", "surrogatepass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +127,9 @@ class CacheNamespace:
 
     def encode(self) -> bytes:
         """Return the canonical encoding that enters the namespace id."""
-        pairs = [("model", self.model.encode()), ("weights", self.weights_version.encode())]
+        pairs = [("model", _text(self.model)), ("weights", _text(self.weights_version))]
         pairs += [(f"parallel.{a}", struct.pack("<II", *self.parallel[a])) for a in sorted(self.parallel)]
-        pairs += [(f"extra.{name}", self.extra[name].encode()) for name in sorted(self.extra)]
+        pairs += [(f"extra.{name}", _text(self.extra[name])) for name in sorted(self.extra)]
         return _fields(*pairs)
 
 
@@ -143,17 +150,24 @@ class RequestScope:
     salt: str | bytes | None = field(default=None, repr=False)
     media: Sequence[tuple[int, bytes]] = ()
 
+    def __post_init__(self) -> None:
+        kinds: dict[str, tuple[type, ...]] = {"adapter": (str,), "adapter_version": (str,), "salt": (str, bytes)}
+        for name, kind in kinds.items():
+            value: object = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(f"{name} must be text, got {type(value).__name__}")
+
     def encode(self) -> bytes:
         """Return the canonical encoding of all fields but the media."""
         pairs: list[tuple[str, bytes]] = []
         if self.adapter is not None:
-            pairs.append(("adapter", self.adapter.encode()))
+            pairs.append(("adapter", _text(self.adapter)))
         if self.adapter_version is not None:
-            pairs.append(("adapter_version", self.adapter_version.encode()))
+            pairs.append(("adapter_version", _text(self.adapter_version)))
         if isinstance(self.salt, bytes):
             pairs.append(("salt.bytes", self.salt))
         elif self.salt is not None:
-            pairs.append(("salt.text", self.salt.encode()))
+            pairs.append(("salt.text", _text(self.salt)))
         return _fields(*pairs)
 
 
@@ -167,25 +181,40 @@ def canonical_tokens(tokens: TokenSequence) -> memoryview:
     if isinstance(tokens, torch.Tensor):
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
             raise UsageError(f"tokens must be integers, got a tensor of {tokens.dtype}")
-        tokens = cast("np.ndarray", tokens.detach().cpu().numpy())
+        tokens = tokens.detach().cpu().numpy()
     elif isinstance(tokens, array.array):
         tokens = np.asarray(tokens)
     if isinstance(tokens, np.ndarray):
         return _from_ndarray(tokens)
-    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(tokens, Sequence):
+    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(cast("object", tokens), Sequence):
         raise UsageError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
     try:
         out = array.array("I")
         for start in range(0, len(tokens), CONVERT_TOKENS):
             out.extend(array.array("I", tokens[start : start + CONVERT_TOKENS]))
     except (OverflowError, TypeError, ValueError):
-        bad = next((t for t in tokens if not _is_token(t)), None)
-        raise UsageError(f"token {bad!r} is not an integer between 0 and {MAX_TOKEN}") from None
-    return memoryview(np.frombuffer(out, dtype="=u4").astype("<u4", copy=False)).cast("B")
+        for token in tokens:
+            if not _is_token(token):
+                raise _bad_token(token) from None
+        raise UsageError(f"tokens must be a sequence of integers, got {type(tokens).__name__}") from None
+    ids = np.frombuffer(out, dtype="=u4")
+    for at in np.flatnonzero(ids <= 1).tolist():  # a mask passed as tokens: bool is an int to `array`
+        if isinstance(tokens[at], bool):
+            raise _bad_token(tokens[at])
+    return ids.astype("<u4", copy=False).data.cast("B")
 
 
 def _is_token(value: object) -> bool:
-    return hasattr(value, "__index__") and 0 <= int(cast("int", value)) <= MAX_TOKEN
+    if isinstance(value, bool):
+        return False
+    try:
+        return 0 <= operator.index(cast("SupportsIndex", value)) <= MAX_TOKEN
+    except (TypeError, ValueError, RuntimeError):  # what NumPy and torch raise for values of several elements
+        return False
+
+
+def _bad_token(token: object) -> UsageError:
+    return UsageError(f"token {token!r} is not an integer between 0 and {MAX_TOKEN}")
 
 
 def _from_ndarray(tokens: np.ndarray) -> memoryview:
@@ -196,8 +225,8 @@ def _from_ndarray(tokens: np.ndarray) -> memoryview:
     if tokens.size and (tokens.dtype.kind == "i" or tokens.dtype.itemsize > 4):
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high > MAX_TOKEN:
-            raise UsageError(f"token {low if low < 0 else high} is not an integer between 0 and {MAX_TOKEN}")
-    return memoryview(np.ascontiguousarray(tokens, dtype="<u4")).cast("B")
+            raise _bad_token(low if low < 0 else high)
+    return np.ascontiguousarray(tokens, dtype="<u4").data.cast("B")
 
 
 class Chunker(Protocol):
@@ -372,7 +401,8 @@ class KeySchema:
         stops = self.chunker.stops(tokens)
         media = self._media(scope, len(tokens) // 4)
         digest = self._hash(_fields(("namespace", self.namespace_id), ("scope", scope.encode())))
-        hash_, prefix, keys, start, next_media = self._hash, self.namespace_id, [], 0, 0
+        keys: list[ChunkKey] = []
+        hash_, prefix, start, next_media = self._hash, self.namespace_id, 0, 0
         for depth, stop in enumerate(stops):
             data = digest + (stop - start).to_bytes(4, "little") + tokens[start * 4 : stop * 4]
             if next_media < len(media) and media[next_media][0] < stop:
@@ -387,12 +417,14 @@ class KeySchema:
 
     @staticmethod
     def _media(scope: RequestScope, num_tokens: int) -> list[tuple[int, bytes]]:
-        for at, value in scope.media:
-            if not 0 <= at < num_tokens:
-                raise UsageError(f"media position {at} is outside the {num_tokens} tokens of the prompt")
-            if len(value) < MIN_MEDIA_DIGEST_BYTES:
-                raise UsageError(f"media digest at {at} has {len(value)} bytes; give at least 16 of a content hash")
-        return sorted(scope.media)
+        media: list[tuple[int, bytes]] = []
+        for at, value in cast("Sequence[tuple[object, object]]", scope.media):
+            if not isinstance(at, SupportsIndex) or not 0 <= operator.index(at) < num_tokens:
+                raise UsageError(f"media position {at!r} is outside the {num_tokens} tokens of the prompt")
+            if not isinstance(value, bytes) or len(value) < MIN_MEDIA_DIGEST_BYTES:
+                raise UsageError(f"media digest at {at} is {value!r}; give at least 16 bytes of a content hash")
+            media.append((operator.index(at), value))
+        return sorted(media)
 
 
 def masked_head(mask: Sequence[bool] | np.ndarray | torch.Tensor | None, num_tokens: int) -> int:
@@ -403,7 +435,14 @@ def masked_head(mask: Sequence[bool] | np.ndarray | torch.Tensor | None, num_tok
     """
     if mask is None:
         return 0
-    values = np.asarray(mask.detach().cpu().numpy() if isinstance(mask, torch.Tensor) else mask)
+    if isinstance(mask, torch.Tensor):
+        if mask.dtype != torch.bool:
+            raise UsageError(f"mask must be one dimension of booleans, got a tensor of {mask.dtype}")
+        mask = mask.detach().cpu().numpy()
+    try:
+        values = np.asarray(mask)
+    except ValueError:
+        raise UsageError("mask must be one dimension of booleans, got nested sequences") from None
     if values.ndim != 1 or (values.dtype != np.bool_ and values.size):
         raise UsageError(f"mask must be one dimension of booleans, got {values.dtype} of shape {values.shape}")
     if values.size != num_tokens:

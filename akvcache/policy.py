@@ -101,7 +101,7 @@ class _HeapPolicy:
     def victims(
         self, count: int, evictable: Callable[[ChunkKey], bool], *, newcomer: ChunkKey | None = None
     ) -> Sequence[ChunkKey]:
-        ceiling = (_PROBATION, self._tick, -depth_of(newcomer)) if newcomer is not None else None
+        ceiling = (self._tick, -depth_of(newcomer)) if newcomer is not None else None
         chosen: dict[ChunkKey, None] = {}  # an ordered set: equal items may stand twice in the heap
         kept: list[tuple[Rank, ChunkKey]] = []
         while self._heap and len(chosen) < count:
@@ -110,7 +110,7 @@ class _HeapPolicy:
             if self._ranks.get(key) != rank:
                 continue  # stale
             kept.append(item)
-            if ceiling is not None and rank[0] == _PROBATION and rank >= ceiling:
+            if ceiling is not None and rank[1:] >= ceiling:
                 break
             if evictable(key):
                 chosen[key] = None

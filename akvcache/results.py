@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -13,7 +13,18 @@ import torch
 if TYPE_CHECKING:
     from akvcache.host import HostLease
 
-__all__ = ("DurableResult", "LookupResult", "PrefetchResult", "RetrieveResult", "StopReason", "StoreResult")
+__all__ = (
+    "ClearResult",
+    "DurableResult",
+    "FlushResult",
+    "Health",
+    "LookupResult",
+    "PrefetchResult",
+    "RetrieveResult",
+    "StopReason",
+    "StoreResult",
+    "TierHealth",
+)
 
 NO_TIERS: Mapping[str, int] = MappingProxyType({})
 
@@ -74,7 +85,9 @@ class RetrieveResult:
 
     Attributes:
         mask: ``torch.bool``, one per token, True exactly where bytes now lie in `kv`; one contiguous run.
-        hit_tokens: Tokens of the prefix cached when the request was planned, from token 0.
+        hit_tokens: Tokens that were cached when the request was planned: the contiguous run of chunks that begins
+            behind the mask's head (at token 0 without a mask). Less `loaded_tokens`, it is what was promised and
+            not delivered.
         loaded_tokens: Trues in `mask`.
         by_tier: Tier name to tokens loaded from it; sums to `loaded_tokens`.
         stopped: Why it is shorter than the prompt's whole chunks; None if all were loaded.
@@ -117,30 +130,20 @@ class StoreResult:
     new_tokens: int
     existing_tokens: int
     stopped: StopReason | None = None
-    _durable: Callable[[], Awaitable[DurableResult]] | None = field(default=None, repr=False, compare=False)
+    _durable: Callable[[float | None], Awaitable[DurableResult]] | None = field(default=None, repr=False, compare=False)
 
     async def durable(self, timeout_s: float | None = None) -> DurableResult:
         """Wait until the lower tiers have taken or refused everything this store handed over.
 
         Args:
-            timeout_s: Longest wait in seconds; None is the engine's own limit per write.
+            timeout_s: Longest wait in seconds; ``store_deadline_s`` by default.
 
         Cancellation:
             The writes go on; only this wait ends.
         """
         if self._durable is None:
             return DurableResult(durable_tokens=0, stopped=self.stopped)
-        return await self._durable() if timeout_s is None else await _within(self._durable(), timeout_s)
-
-
-async def _within(wait: Awaitable[DurableResult], timeout_s: float) -> DurableResult:
-    import asyncio  # noqa: PLC0415
-
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await wait
-    except TimeoutError:
-        return DurableResult(durable_tokens=0, stopped=StopReason.DEADLINE)
+        return await self._durable(timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +159,34 @@ class PrefetchResult:
     hit_tokens: int
     ready_tokens: int
     stopped: StopReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushResult:
+    """Chunks whose writes had not ended when `flush` returned."""
+
+    pending_chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearResult:
+    """Chunks dropped from host memory, and the tiers that could not be emptied; those are out of use now."""
+
+    dropped_chunks: int
+    failed_tiers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierHealth:
+    """State of one lower tier: `inactive` says why it is out of use for good, `breaker` whether it is for now."""
+
+    inactive: str | None
+    breaker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """State of an engine: `degraded` says why it answers as an empty cache, if it does."""
+
+    degraded: str | None
+    tiers: Mapping[str, TierHealth]

@@ -1,0 +1,240 @@
+"""The engine for callers without a running loop: vLLM's scheduler and workers, scripts, threads.
+
+A private loop thread runs one `CacheEngine`. Blocking calls take a deadline; `submit_*` return a ticket that can be
+polled, for callers that must never wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from typing import Generic, Self, TypeVar
+
+from akvcache.backend import Backend
+from akvcache.config import EngineConfig
+from akvcache.connector import KVConnector
+from akvcache.engine import CacheEngine
+from akvcache.errors import UsageError
+from akvcache.host import HostLease
+from akvcache.keys import CacheNamespace, RequestScope, TokenSequence
+from akvcache.request import Mask
+from akvcache.results import ClearResult, FlushResult, Health, LookupResult, PrefetchResult, RetrieveResult, StoreResult
+
+__all__ = ("SyncCacheEngine", "Ticket")
+
+KV = TypeVar("KV")
+T = TypeVar("T")
+MARGIN_S = 5.0
+"""Added to an operation's own deadline before a blocking call gives up on the loop thread itself."""
+
+
+class Ticket(Generic[T]):
+    """A call that is under way on the loop thread."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def __repr__(self) -> str:
+        return f"<Ticket {'done' if self._future.done() else 'running'}>"
+
+    def poll(self) -> T | None:
+        """Return the result if it is there, else None. Never blocks.
+
+        Raises:
+            UsageError: The call was not valid.
+        """
+        return self._future.result() if self._future.done() else None
+
+    def wait(self, timeout_s: float) -> T:
+        """Return the result, waiting for it.
+
+        Raises:
+            TimeoutError: It did not come in time; the call goes on.
+            UsageError: The call was not valid.
+        """
+        return self._future.result(timeout_s)
+
+    def cancel(self) -> None:
+        """Cancel the call; what that leaves behind, the call's own documentation says."""
+        self._future.cancel()
+
+
+class SyncCacheEngine(Generic[KV]):
+    """A `CacheEngine` on a private loop thread. A context manager; safe from any thread but its own.
+
+    Args are those of `CacheEngine.open`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        connector: KVConnector[KV],
+        namespace: CacheNamespace | None = None,
+        tiers: Sequence[Backend] | None = None,
+    ) -> None:
+        self._config = config
+        self._open: Callable[[], Coroutine[object, object, CacheEngine[KV]]] = lambda: self._stack.enter_async_context(
+            CacheEngine.open(config, connector=connector, namespace=namespace, tiers=tiers)
+        )
+        self._stack = AsyncExitStack()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._engine_or_none: CacheEngine[KV] | None = None
+
+    def open(self) -> Self:
+        """Start the thread and open the engine.
+
+        Raises:
+            ConfigurationError: The configuration is not usable.
+        """
+        if self._thread is not None:
+            raise UsageError("this engine is open already")
+        loop = asyncio.new_event_loop()
+        self._loop = loop
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="akv-loop", daemon=True)
+        self._thread.start()
+        try:
+            self._engine_or_none = asyncio.run_coroutine_threadsafe(self._open(), loop).result()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Close the engine and end the thread. Idempotent."""
+        if self._loop is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def submit_lookup(
+        self, tokens: TokenSequence, *, scope: RequestScope | None = None, lease_s: float | None = None
+    ) -> Ticket[LookupResult]:
+        """Start `CacheEngine.lookup`."""
+        return self._submit(self._engine.lookup(tokens, scope=scope or RequestScope(), lease_s=lease_s))
+
+    def submit_retrieve(
+        self,
+        tokens: TokenSequence,
+        kv: KV,
+        *,
+        scope: RequestScope | None = None,
+        mask: Mask | None = None,
+        lease: HostLease | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket[RetrieveResult]:
+        """Start `CacheEngine.retrieve`."""
+        return self._submit(
+            self._engine.retrieve(
+                tokens, kv, scope=scope or RequestScope(), mask=mask, lease=lease, deadline_s=deadline_s
+            )
+        )
+
+    def submit_store(
+        self,
+        tokens: TokenSequence,
+        kv: KV,
+        *,
+        scope: RequestScope | None = None,
+        mask: Mask | None = None,
+        deadline_s: float | None = None,
+    ) -> Ticket[StoreResult]:
+        """Start `CacheEngine.store`."""
+        return self._submit(
+            self._engine.store(tokens, kv, scope=scope or RequestScope(), mask=mask, deadline_s=deadline_s)
+        )
+
+    def submit_prefetch(
+        self, tokens: TokenSequence, *, scope: RequestScope | None = None, deadline_s: float | None = None
+    ) -> Ticket[PrefetchResult]:
+        """Start `CacheEngine.prefetch`."""
+        return self._submit(self._engine.prefetch(tokens, scope=scope or RequestScope(), deadline_s=deadline_s))
+
+    def lookup(
+        self, tokens: TokenSequence, *, scope: RequestScope | None = None, lease_s: float | None = None
+    ) -> LookupResult:
+        """`CacheEngine.lookup`, blocking."""
+        return self.submit_lookup(tokens, scope=scope, lease_s=lease_s).wait(
+            self._config.lookup_deadline_s * 2 + MARGIN_S
+        )
+
+    def retrieve(
+        self,
+        tokens: TokenSequence,
+        kv: KV,
+        *,
+        scope: RequestScope | None = None,
+        mask: Mask | None = None,
+        lease: HostLease | None = None,
+        deadline_s: float | None = None,
+    ) -> RetrieveResult:
+        """`CacheEngine.retrieve`, blocking."""
+        ticket = self.submit_retrieve(tokens, kv, scope=scope, mask=mask, lease=lease, deadline_s=deadline_s)
+        return ticket.wait(self._limit(deadline_s, self._config.retrieve_deadline_s))
+
+    def store(
+        self,
+        tokens: TokenSequence,
+        kv: KV,
+        *,
+        scope: RequestScope | None = None,
+        mask: Mask | None = None,
+        deadline_s: float | None = None,
+    ) -> StoreResult:
+        """`CacheEngine.store`, blocking until `kv` may be reused."""
+        ticket = self.submit_store(tokens, kv, scope=scope, mask=mask, deadline_s=deadline_s)
+        return ticket.wait(self._limit(deadline_s, self._config.store_deadline_s))
+
+    def release(self, lease: HostLease) -> None:
+        """Release a lease of `lookup`. Idempotent."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lease.release)
+
+    def flush(self, *, timeout_s: float = 30.0) -> FlushResult:
+        """`CacheEngine.flush`, blocking."""
+        return self._submit(self._engine.flush(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
+
+    def clear(self, *, timeout_s: float = 60.0) -> ClearResult:
+        """`CacheEngine.clear`, blocking."""
+        return self._submit(self._engine.clear(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
+
+    def health(self) -> Health:
+        """`CacheEngine.health`."""
+        return self._engine.health()
+
+    @property
+    def _engine(self) -> CacheEngine[KV]:
+        if self._engine_or_none is None:
+            raise UsageError("this engine is closed")
+        return self._engine_or_none
+
+    def _limit(self, deadline_s: float | None, default_s: float) -> float:
+        return (default_s if deadline_s is None else deadline_s) + self._config.copy_timeout_s + MARGIN_S
+
+    def _submit(self, call: Coroutine[object, object, T]) -> Ticket[T]:
+        loop = self._loop
+        if loop is None or threading.current_thread() is self._thread:
+            call.close()
+            raise UsageError("this engine is closed, or called from its own loop thread")
+        return Ticket(asyncio.run_coroutine_threadsafe(call, loop))
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        loop.close()
+
+    def _stop(self) -> None:
+        loop, thread = self._loop, self._thread
+        self._loop, self._thread, self._engine_or_none = None, None, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()

@@ -1,0 +1,1 @@
+"""Doors from serving engines and model libraries into akvcache; each module needs the library it is named after."""

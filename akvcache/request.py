@@ -1,0 +1,75 @@
+"""A call's arguments, validated and keyed before any I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from akvcache.errors import UsageError
+from akvcache.keys import ChunkRun, KeySchema, RequestScope, TokenSequence, canonical_tokens, masked_head
+from akvcache.results import StopReason
+from akvcache.supervision import run_blocking
+
+__all__ = ("Mask", "Request", "prepare", "without_keys")
+
+Mask = Sequence[bool] | np.ndarray | torch.Tensor
+
+KEYS_ON_LOOP: Final = 1 << 14
+"""Prompts up to this many tokens are keyed on the loop (about 0.2 ms); longer ones in a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A validated call.
+
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        run: Its chunks.
+        first: Index of the first chunk behind the mask's head.
+        stopped: The gate that is closed, if any.
+    """
+
+    num_tokens: int
+    run: ChunkRun
+    first: int = 0
+    stopped: StopReason | None = None
+
+
+async def prepare(
+    schema: KeySchema, executor: Executor, tokens: TokenSequence, scope: RequestScope, mask: Mask | None
+) -> Request:
+    """Check tokens, mask and scope, and key the prompt.
+
+    Raises:
+        UsageError: One of them is not valid.
+    """
+    if hasattr(tokens, "__len__") and len(tokens) > KEYS_ON_LOOP:
+        num_tokens, run = await run_blocking(executor, _keyed, schema, tokens, scope)
+    else:
+        num_tokens, run = _keyed(schema, tokens, scope)
+    head = masked_head(mask, num_tokens)
+    first = next((index for index, stop in enumerate(run.stops) if stop > head), len(run.keys))
+    below = run.tokens_before(first)
+    if head not in (below, num_tokens):
+        raise UsageError(
+            f"mask begins with {head} False, which is not the end of a chunk; the nearest below is {below} "
+            f"(chunker {schema.chunker.name})"
+        )
+    return Request(num_tokens=num_tokens, run=run, first=first)
+
+
+def without_keys(tokens: TokenSequence, mask: Mask | None) -> Request:
+    """Check a call to an engine that never opened."""
+    num_tokens = len(canonical_tokens(tokens)) // 4
+    masked_head(mask, num_tokens)
+    return Request(num_tokens=num_tokens, run=ChunkRun((), ()), stopped=StopReason.UNHEALTHY)
+
+
+def _keyed(schema: KeySchema, tokens: TokenSequence, scope: RequestScope) -> tuple[int, ChunkRun]:
+    canonical = canonical_tokens(tokens)
+    return len(canonical) // 4, schema.run(canonical, scope)

@@ -1,0 +1,124 @@
+"""Copies between device and host, awaitable.
+
+Owned by the engine. Copies run on copy threads, never on the loop. Where the connector returns a device event, one
+waiter thread polls all pending events and wakes the loop: a blocking wait per copy would eat the thread pool, and a
+device-wide synchronise would stall inference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Generic, TypeVar
+
+from akvcache.connector import DeviceEvent, KVConnector, Span
+from akvcache.errors import TransferError
+from akvcache.supervision import run_blocking
+
+__all__ = ("EventWaiter", "Transfer")
+
+KV = TypeVar("KV")
+POLL_S: Final = 50e-6
+
+
+class EventWaiter:
+    """One thread that turns device events into futures; started on first use."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[DeviceEvent, Future[None]]] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, event: DeviceEvent) -> Future[None]:
+        """Return a future that ends when `event` has happened, or fails if the event does."""
+        future: Future[None] = Future()
+        with self._changed:
+            if self._closed:
+                raise TransferError("the engine is closing")
+            self._pending.append((event, future))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="akv-events", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Stop the thread; events still pending fail."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        for _, future in self._pending:
+            if not future.done():
+                future.set_exception(TransferError("the engine closed before the device finished"))
+        self._pending.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                self._pending = [item for item in self._pending if not self._ended(*item)]
+            time.sleep(POLL_S)
+
+    @staticmethod
+    def _ended(event: DeviceEvent, future: Future[None]) -> bool:
+        try:
+            if not event.query():
+                return False
+        except Exception as error:  # noqa: BLE001 - a device error must reach the waiter, not kill this thread
+            future.set_exception(error)
+            return True
+        future.set_result(None)
+        return True
+
+
+class Transfer(Generic[KV]):
+    """Runs a connector's copies on threads and waits for their events."""
+
+    def __init__(self, connector: KVConnector[KV], executor: ThreadPoolExecutor) -> None:
+        self._connector = connector
+        self._executor = executor
+        self._waiter = EventWaiter()
+
+    async def gather(self, kv: KV, spans: Sequence[Span], out: Sequence[memoryview]) -> None:
+        """Copy chunks from the device into host slots; done when the bytes are there.
+
+        Raises:
+            TransferError: The connector or the device failed, cause kept.
+
+        Cancellation:
+            Waits for the copy to end, then raises.
+        """
+        await self._copy(self._connector.gather, kv, spans, out)
+
+    async def scatter(self, kv: KV, spans: Sequence[Span], src: Sequence[memoryview]) -> None:
+        """Copy chunks from host slots to the device; otherwise like `gather`."""
+        await self._copy(self._connector.scatter, kv, spans, src)
+
+    async def _copy(
+        self,
+        copy: Callable[[KV, Sequence[Span], Sequence[memoryview]], DeviceEvent | None],
+        kv: KV,
+        spans: Sequence[Span],
+        buffers: Sequence[memoryview],
+    ) -> None:
+        try:
+            event = await run_blocking(self._executor, copy, kv, spans, buffers)
+            if event is not None:
+                await asyncio.wrap_future(self._waiter.watch(event))
+        except Exception as error:  # the connector is foreign code: whatever it raises is a failed copy
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"{type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Stop the waiter thread. Blocking for at most a few seconds; run it off the loop."""
+        self._waiter.close()

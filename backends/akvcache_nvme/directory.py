@@ -1,0 +1,342 @@
+"""One process's hold on a cache directory: every step that changes what is allocated below it.
+
+::
+
+    <root>/usage                                    counters of all processes, and their lock (ledger.py)
+    <root>/<namespace>/manifest.json                for operators (manifest.py)
+    <root>/<namespace>/<xx>/<digest>-<depth>.akv    a committed chunk, one frame (names.py)
+    <root>/spare/<random>                           files to write the next chunks into
+    <root>/tmp/<owner>/lock                         held while the owner lives (owners.py)
+    <root>/tmp/<owner>/<n>                          a file being written
+
+A write goes: `CacheDirectory.reserve`, or `CacheDirectory.recycle` with a victim, gives a file under ``tmp`` that has
+all its blocks and is counted in full; the bytes are written outside the lock; `CacheDirectory.commit` renames. A
+victim's file is renamed and overwritten, because writing into allocated blocks is several times faster than into a
+new file (docs/adr/0005-recycle-chunk-files.md).
+
+Blocking; runs on executor threads. Each step holds the ledger's lock from its first change to its last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from akvcache.keys import ChunkKey, NamespaceId
+
+from .files import ABSENT, allocated, directory, first_file, list_directory, regular_stat, resize, stat_or_none
+from .ledger import UsageLedger
+from .manifest import conflict, encode_manifest, read_manifest, write_manifest
+from .names import LOCK, MANIFEST, SPARE, TMP, ChunkPlace, place_of
+from .owners import Owner
+from .queries import status_of
+from .recovery import DIRECTORY_BYTES, Census, take_census, temp_charge
+
+__all__ = ("HEADROOM_BYTES", "CacheDirectory", "Found", "Reservation")
+
+T = TypeVar("T")
+
+HEADROOM_BYTES: Final = 32768
+"""Kept free below the cap for what a process makes by opening: its directory, its lock, a probe, a manifest."""
+
+_NEW: Final = os.O_CREAT | os.O_EXCL
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A file under the owner's directory with room for one frame.
+
+    Attributes:
+        name: The file.
+        charge: Bytes it counts until it is committed or abandoned.
+    """
+
+    name: str
+    charge: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The chunk is stored already."""
+
+    allocated_bytes: int
+
+
+class CacheDirectory:
+    """A root, and this process's part in it.
+
+    Attributes:
+        root: The directory.
+        owner: This process's mark.
+        ledger: Usage of all processes.
+    """
+
+    def __init__(self, root: Path, *, capacity_bytes: int, spare_limit_bytes: int) -> None:
+        self.root = root
+        self.owner = Owner(root)
+        self.ledger = UsageLedger(root, self._enter)
+        self._limit_bytes = capacity_bytes - HEADROOM_BYTES
+        self._spare_limit_bytes = spare_limit_bytes
+        self._attached: set[str] = set()
+        self._names = itertools.count()
+
+    @property
+    def excess_bytes(self) -> int:
+        """Allocated bytes beyond the cap, as last seen."""
+        return max(0, self.ledger.used_bytes - self._limit_bytes)
+
+    def census(self) -> Census:
+        """Take hold of the directory, reclaim what dead owners left, count everything. Repeatable."""
+        with self.ledger.locked():
+            return self._enter()
+
+    def close(self) -> None:
+        """Remove the owner's directory and let go. Idempotent."""
+        if self.owner.is_held and self.root.is_dir():
+            with suppress(OSError), self.ledger.locked():
+                self._remove_own_directory()
+        self.ledger.close()
+        self.owner.let_go()
+
+    def attach(self, namespace_id: NamespaceId, manifest: Mapping[str, object]) -> str | None:
+        """Make a namespace's directory and its manifest.
+
+        Returns:
+            Why the manifest found in its place was left alone, or None.
+        """
+        name = namespace_id.hex()
+        self._attached.add(name)
+        text = encode_manifest(manifest)
+        with self.ledger.locked():
+            return self._retry_entered(lambda: self._announce(name, text))
+
+    def reserve(self, key: ChunkKey, size: int) -> Reservation | Found | None:
+        """Return a file for a frame of `size` bytes, or None if there is no room without an eviction."""
+        status = status_of(self.root, key)
+        if status is not None and status.st_size == size:
+            return Found(allocated(status))
+        with self.ledger.locked():
+            return self._retry_entered(lambda: self._allocate(size))
+
+    def recycle(self, victim: ChunkKey, size: int) -> Reservation | None:
+        """Evict a chunk and return its file, or another, for a frame of `size` bytes; None if one is not enough.
+
+        Raises:
+            OSError: With an errno of `ABSENT` if the victim had vanished.
+        """
+        place = place_of(victim)
+        with self.ledger.locked():
+            self._retry_entered(self._find_own_directory)
+            with directory(self.root, place.namespace, place.fan_out) as parent:
+                reservation = self._adopt(place.name, parent, size)
+            self._reap(place)
+            return reservation or self._allocate(size)
+
+    def commit(self, reservation: Reservation, key: ChunkKey, size: int) -> int:
+        """Make a written file visible under `key`; return its allocated bytes.
+
+        If another writer was first, its file stays and ours becomes spare.
+
+        Raises:
+            FileNotFoundError: The written file has vanished.
+        """
+        place = place_of(key)
+        with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
+            written = allocated(regular_stat(reservation.name, own))
+            with self._made(place.namespace, place.fan_out) as parent:
+                older = stat_or_none(place.name, parent)
+                if older is not None and older.st_size == size:
+                    self.ledger.shrink(reservation.charge - written)
+                    self._retire(reservation.name, own, written)
+                    return allocated(older)
+                os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
+                replaced = allocated(older) if older is not None else 0
+                self.ledger.shrink(reservation.charge - written + replaced)
+                return written
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Remove a file whose write failed.
+
+        Raises:
+            FileNotFoundError: It has vanished.
+        """
+        with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
+            os.unlink(reservation.name, dir_fd=own)
+            self.ledger.shrink(reservation.charge)
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove a chunk, keeping its file as spare; return whether it was there."""
+        return self._remove([key], self._retire) == 1
+
+    def evict(self, keys: Sequence[ChunkKey]) -> int:
+        """Remove chunks and give their blocks back to the device; return how many were there."""
+        return self._remove(keys, self._unlink)
+
+    def drop_spares(self) -> None:
+        """Give the blocks of all spare files back to the device."""
+        with self.ledger.locked():
+            self._trim_spares(0)
+
+    # Everything below needs the lock.
+
+    def _enter(self) -> Census:
+        with self._made(TMP), self._made(SPARE):
+            live = self.owner.reclaim()
+        with self._made(TMP, self.owner.name) as own:
+            self.owner.hold(own)
+        live.add(self.owner.name)
+        census = take_census(self.root, live=live, keep=self._attached, sole=len(live) == 1)
+        self.ledger.reset(used_bytes=census.used_bytes, spare_bytes=census.spare_bytes)
+        self._trim_spares(self._spare_limit_bytes)
+        return census
+
+    def _retry_entered(self, step: Callable[[], T]) -> T:
+        """Run `step`; if a directory is missing, make them all and run it once more."""
+        try:
+            return step()
+        except FileNotFoundError:
+            self._enter()
+            return step()
+
+    def _find_own_directory(self) -> None:
+        with directory(self.root, TMP, self.owner.name):
+            pass
+
+    def _remove_own_directory(self) -> None:
+        with directory(self.root, TMP) as parent, directory(self.root, TMP, self.owner.name) as own:
+            for name, status in list_directory(parent, self.owner.name):
+                os.unlink(name, dir_fd=own)
+                self.ledger.shrink(allocated(status) if name == LOCK else temp_charge(status.st_size))
+            os.rmdir(self.owner.name, dir_fd=parent)
+            self.ledger.shrink(DIRECTORY_BYTES)
+
+    def _announce(self, namespace: str, text: bytes) -> str | None:
+        with self._made(namespace) as parent:
+            found = read_manifest(parent)
+            if found is not None:
+                return conflict(found, text)
+            with directory(self.root, TMP, self.owner.name) as own:
+                name = self._next_name()
+                self.ledger.grow(temp_charge(len(text)))
+                written = write_manifest(name, own, text)
+                old = stat_or_none(MANIFEST, parent)
+                os.rename(name, MANIFEST, src_dir_fd=own, dst_dir_fd=parent)
+                replaced = allocated(old) if old is not None else 0
+                self.ledger.shrink(temp_charge(len(text)) - written + replaced)
+        return None
+
+    @contextmanager
+    def _made(self, *names: str) -> Iterator[int]:
+        """Open a directory below the root, making what is missing of it."""
+        for depth, name in enumerate(names):
+            with directory(self.root, *names[:depth]) as parent:
+                try:
+                    os.stat(name, dir_fd=parent, follow_symlinks=False)
+                except FileNotFoundError:
+                    self.ledger.grow(DIRECTORY_BYTES)
+                    os.mkdir(name, 0o700, dir_fd=parent)
+        with directory(self.root, *names) as handle:
+            yield handle
+
+    def _reap(self, place: ChunkPlace) -> None:
+        """Remove a chunk's directory if that was the last chunk in it."""
+        with suppress(OSError), directory(self.root, place.namespace) as parent:
+            os.rmdir(place.fan_out, dir_fd=parent)
+            self.ledger.shrink(DIRECTORY_BYTES)
+
+    def _allocate(self, size: int) -> Reservation | None:
+        """Return a spare or a new file, or None if there is no room for one."""
+        while (name := self._first_spare()) is not None:
+            with directory(self.root, SPARE) as spare:
+                self.ledger.move_spare(-allocated(regular_stat(name, spare)))
+                reservation = self._adopt(name, spare, size)
+            if reservation is not None:
+                return reservation
+        charge = temp_charge(size)
+        if self.ledger.used_bytes + charge > self._limit_bytes:
+            return None
+        with directory(self.root, TMP, self.owner.name) as own:
+            name = self._next_name()
+            self.ledger.grow(charge)
+            self._resize(name, own, size, counted=charge, create=_NEW)
+        return Reservation(name, charge)
+
+    def _adopt(self, name: str, parent: int, size: int) -> Reservation | None:
+        """Take a counted file for a frame of `size` bytes; if that would not fit, remove it and return None."""
+        had = allocated(regular_stat(name, parent))
+        charge = temp_charge(size)
+        if self.ledger.used_bytes - had + charge > self._limit_bytes:
+            self._unlink(name, parent, had)
+            return None
+        temp = self._next_name()
+        with directory(self.root, TMP, self.owner.name) as own:
+            os.rename(name, temp, src_dir_fd=parent, dst_dir_fd=own)
+            self.ledger.grow(max(0, charge - had))
+            self._resize(temp, own, size, counted=max(charge, had), create=0)
+            self.ledger.shrink(max(0, had - charge))
+        return Reservation(temp, charge)
+
+    def _resize(self, name: str, own: int, size: int, *, counted: int, create: int) -> None:
+        try:
+            resize(name, own, size, create=create)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=own)
+            self.ledger.shrink(counted)
+            raise
+
+    def _first_spare(self) -> str | None:
+        if self.ledger.spare_bytes == 0:
+            return None
+        with directory(self.root) as parent:
+            name = first_file(parent, SPARE)
+        if name is not None:
+            return name
+        self.ledger.shrink(self.ledger.spare_bytes)  # someone removed them by hand
+        self.ledger.move_spare(-self.ledger.spare_bytes)
+        return None
+
+    def _trim_spares(self, limit_bytes: int) -> None:
+        """Remove spare files until they hold no more than `limit_bytes`."""
+        while self.ledger.spare_bytes > limit_bytes and (name := self._first_spare()) is not None:
+            with directory(self.root, SPARE) as spare:
+                nbytes = allocated(regular_stat(name, spare))
+                self.ledger.move_spare(-nbytes)
+                self._unlink(name, spare, nbytes)
+
+    def _retire(self, name: str, parent: int, nbytes: int) -> None:
+        """Make a counted file spare, or remove it if there are enough."""
+        if self.ledger.spare_bytes + nbytes > self._spare_limit_bytes:
+            self._unlink(name, parent, nbytes)
+            return
+        with self._made(SPARE) as spare:
+            os.rename(name, secrets.token_hex(8), src_dir_fd=parent, dst_dir_fd=spare)
+        self.ledger.move_spare(nbytes)
+
+    def _unlink(self, name: str, parent: int, nbytes: int) -> None:
+        os.unlink(name, dir_fd=parent)
+        self.ledger.shrink(nbytes)
+
+    def _remove(self, keys: Sequence[ChunkKey], how: Callable[[str, int, int], None]) -> int:
+        removed = 0
+        with self.ledger.locked():
+            for place in map(place_of, keys):
+                try:
+                    with directory(self.root, place.namespace, place.fan_out) as parent:
+                        how(place.name, parent, allocated(regular_stat(place.name, parent)))
+                except OSError as error:
+                    if error.errno not in ABSENT:
+                        raise
+                else:
+                    removed += 1
+                self._reap(place)
+        return removed
+
+    def _next_name(self) -> str:
+        return f"{next(self._names):x}"

@@ -1,0 +1,165 @@
+"""Blocking primitives that follow no link below the root.
+
+Every directory below the root is opened relative to its parent with O_NOFOLLOW, and files relative to their
+directory, so a planted symbolic link leads nowhere. The root itself may be a link that the operator made.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from akvcache.layout import PAGE_BYTES
+
+__all__ = ("ABSENT", "ChunkOpener", "allocated", "directory", "first_file", "list_directory", "probe_direct", "regular_stat", "resize", "stat_or_none")
+
+ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""What opening or examining a chunk's path gives when no regular file is there."""
+
+_STEP: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_BLOCK: Final = 512
+_PROBE: Final = "probe"
+
+
+@contextmanager
+def directory(root: Path, *names: str) -> Iterator[int]:
+    """Open ``root/names[0]/names[1]/...`` as a handle for calls with ``dir_fd``."""
+    handle = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            inner = os.open(name, os.O_PATH | _STEP, dir_fd=handle)
+            os.close(handle)
+            handle = inner
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def list_directory(parent: int, name: str) -> list[tuple[str, os.stat_result]]:
+    """Return name and status of everything in a directory, links not followed."""
+    handle = os.open(name, os.O_RDONLY | _STEP, dir_fd=parent)
+    found: list[tuple[str, os.stat_result]] = []
+    try:
+        with os.scandir(handle) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    found.append((entry.name, entry.stat(follow_symlinks=False)))
+    finally:
+        os.close(handle)
+    return found
+
+
+def first_file(parent: int, name: str) -> str | None:
+    """Return the name of some regular file in a directory."""
+    handle = os.open(name, os.O_RDONLY | _STEP, dir_fd=parent)
+    try:
+        with os.scandir(handle) as entries:
+            return next((entry.name for entry in entries if entry.is_file(follow_symlinks=False)), None)
+    finally:
+        os.close(handle)
+
+
+def allocated(status: os.stat_result) -> int:
+    """Return the bytes a file occupies on the device."""
+    return status.st_blocks * _BLOCK
+
+
+def regular_stat(name: str, parent: int) -> os.stat_result:
+    """Return the status of a regular file.
+
+    Raises:
+        OSError: With an errno of `ABSENT` if there is no regular file.
+    """
+    status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.ELOOP, "not a regular file", name)
+    return status
+
+
+def stat_or_none(name: str, parent: int) -> os.stat_result | None:
+    """Return the status of a regular file, or None if there is none."""
+    try:
+        return regular_stat(name, parent)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise
+
+
+def resize(name: str, parent: int, size: int, *, create: int = 0) -> None:
+    """Give a file exactly `size` bytes, all of them allocated.
+
+    Args:
+        name: The file.
+        parent: Handle of its directory.
+        size: Wanted bytes.
+        create: ``os.O_CREAT | os.O_EXCL`` for a new file.
+    """
+    handle = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o600, dir_fd=parent)
+    try:
+        if os.fstat(handle).st_size > size:
+            os.ftruncate(handle, size)
+        os.posix_fallocate(handle, 0, size)
+    finally:
+        os.close(handle)
+
+
+def probe_direct(parent: int) -> OSError | None:
+    """Write and read a page with O_DIRECT; return the error if the file system cannot do that."""
+    page = mmap.mmap(-1, PAGE_BYTES)
+    try:
+        handle = os.open(_PROBE, os.O_RDWR | os.O_DIRECT | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=parent)
+        try:
+            os.pwrite(handle, page, 0)
+            os.preadv(handle, [page], 0)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full device still reads
+            raise
+    finally:
+        page.close()
+        with suppress(FileNotFoundError):
+            os.unlink(_PROBE, dir_fd=parent)
+    return None
+
+
+class ChunkOpener:
+    """An opener for `aiofiles.open` that follows no link and notes what it opened.
+
+    Attributes:
+        status: Of the file opened last.
+    """
+
+    status: os.stat_result
+
+    def __init__(self, root: Path, *names: str, flags: int) -> None:
+        """Describe what to open.
+
+        Args:
+            root: The root.
+            names: Directories below it, then the file.
+            flags: ``os.O_DIRECT`` or 0.
+        """
+        self._root = root
+        self._names = names
+        self._flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted pipe must not hang the open
+
+    def __call__(self, _path: str, flags: int) -> int:
+        """Open it in the calling thread; called by `io.FileIO`."""
+        *parents, name = self._names
+        with directory(self._root, *parents) as parent:
+            handle = os.open(name, flags | self._flags, dir_fd=parent)
+        self.status = os.fstat(handle)
+        if not stat.S_ISREG(self.status.st_mode):
+            os.close(handle)
+            raise OSError(errno.ELOOP, "not a regular file", name)
+        return handle

@@ -1,0 +1,182 @@
+"""The census: what lies below a root, from names and sizes alone.
+
+No payload is read: the frame header inside a file is checked when the file is. A restart therefore costs one
+directory walk, and every committed chunk hits again.
+
+Blocking; runs on an executor thread under the ledger's lock. Keys and sizes are kept in plain dicts of bytes and
+ints, which the garbage collector does not walk.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from akvcache.keys import ChunkKey, NamespaceId
+
+from .files import allocated
+from .names import LOCK, MANIFEST, SPARE, TMP, USAGE, ChunkPlace, key_of, namespace_in
+
+__all__ = ("DIRECTORY_BYTES", "SLACK_BYTES", "Census", "temp_charge", "take_census")
+
+DIRECTORY_BYTES: Final = 4096
+"""What a directory counts: one block. One that holds many names takes more, about 100 bytes a name."""
+
+SLACK_BYTES: Final = 16384
+"""What a file being written counts beyond its size: a block of extents and the directories its commit may make."""
+
+
+def temp_charge(size: int) -> int:
+    """Return what a file of `size` bytes counts while it is being written."""
+    return size + SLACK_BYTES
+
+
+@dataclass(slots=True)
+class Census:
+    """What was found.
+
+    Attributes:
+        chunks: Allocated bytes by key, by namespace.
+        used_bytes: Everything below the root; files that live writers are writing count `temp_charge`.
+        spare_bytes: The part of it in spare files.
+        num_ignored: Things that are not ours: other names, links, pipes. They count, and are left alone.
+        num_unreadable: Directories that could not be read.
+    """
+
+    chunks: dict[NamespaceId, dict[ChunkKey, int]] = field(default_factory=dict[NamespaceId, dict[ChunkKey, int]])
+    used_bytes: int = 0
+    spare_bytes: int = 0
+    num_ignored: int = 0
+    num_unreadable: int = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all namespaces."""
+        return sum(map(len, self.chunks.values()))
+
+
+def take_census(root: Path, *, live: Collection[str], keep: Collection[str], sole: bool) -> Census:
+    """Count everything below `root` and remove empty directories.
+
+    Args:
+        root: The root.
+        live: Owner directories whose process is alive.
+        keep: Namespace directories that stay even if empty.
+        sole: No other process uses the root, so that an empty namespace may go.
+    """
+    census = Census()
+    for entry in _entries(census, root):
+        namespace_id = namespace_in(entry.name)
+        if not entry.is_dir(follow_symlinks=False):
+            _count_file(census, entry)
+            census.num_ignored += entry.name != USAGE
+        elif entry.name == TMP:
+            _count_temps(census, entry.path, live)
+        elif entry.name == SPARE:
+            before = census.used_bytes
+            _count_tree(census, entry.path)
+            census.spare_bytes = census.used_bytes - before - DIRECTORY_BYTES
+        elif namespace_id is None:
+            census.num_ignored += 1
+            _count_tree(census, entry.path)
+        else:
+            chunks = _count_namespace(census, entry)
+            if chunks:
+                census.chunks[namespace_id] = chunks
+            elif sole and entry.name not in keep:
+                _remove_namespace(census, entry)
+    return census
+
+
+def _count_namespace(census: Census, namespace: os.DirEntry[str]) -> dict[ChunkKey, int]:
+    census.used_bytes += DIRECTORY_BYTES
+    chunks: dict[ChunkKey, int] = {}
+    for entry in _entries(census, namespace.path):
+        if entry.is_dir(follow_symlinks=False):
+            _count_fan_out(census, ChunkPlace(namespace.name, entry.name, ""), entry.path, chunks)
+        else:
+            _count_file(census, entry)
+            census.num_ignored += entry.name != MANIFEST
+    return chunks
+
+
+def _count_fan_out(census: Census, place: ChunkPlace, path: str, chunks: dict[ChunkKey, int]) -> None:
+    census.used_bytes += DIRECTORY_BYTES
+    empty = True
+    for entry in _entries(census, path):
+        empty = False
+        if entry.is_dir(follow_symlinks=False):
+            census.num_ignored += 1
+            _count_tree(census, entry.path)
+            continue
+        status = _count_file(census, entry)
+        key = key_of(place._replace(name=entry.name)) if status and stat.S_ISREG(status.st_mode) else None
+        if key is None:
+            census.num_ignored += 1
+        elif status is not None:
+            chunks[key] = allocated(status)
+    if empty:
+        with suppress(OSError):
+            os.rmdir(path)  # noqa: PTH106
+            census.used_bytes -= DIRECTORY_BYTES
+
+
+def _count_temps(census: Census, path: str, live: Collection[str]) -> None:
+    census.used_bytes += DIRECTORY_BYTES
+    for owner in _entries(census, path):
+        if not owner.is_dir(follow_symlinks=False):
+            _count_file(census, owner)
+            census.num_ignored += 1
+        elif owner.name not in live:
+            _count_tree(census, owner.path)
+        else:
+            census.used_bytes += DIRECTORY_BYTES
+            for entry in _entries(census, owner.path):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    census.used_bytes += allocated(status) if entry.name == LOCK else temp_charge(status.st_size)
+
+
+def _count_tree(census: Census, path: str) -> None:
+    census.used_bytes += DIRECTORY_BYTES
+    for entry in _entries(census, path):
+        if entry.is_dir(follow_symlinks=False):
+            _count_tree(census, entry.path)
+        else:
+            _count_file(census, entry)
+
+
+def _count_file(census: Census, entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    census.used_bytes += allocated(status)
+    return status
+
+
+def _entries(census: Census, path: str | Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            yield from entries
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        census.num_unreadable += 1
+
+
+def _remove_namespace(census: Census, namespace: os.DirEntry[str]) -> None:
+    """Remove a namespace that holds nothing but its manifest."""
+    manifest = os.path.join(namespace.path, MANIFEST)  # noqa: PTH118
+    with suppress(OSError):
+        status = os.stat(manifest, follow_symlinks=False)  # noqa: PTH116
+        os.unlink(manifest)  # noqa: PTH108
+        census.used_bytes -= allocated(status)
+    with suppress(OSError):
+        os.rmdir(namespace.path)  # noqa: PTH106
+        census.used_bytes -= DIRECTORY_BYTES

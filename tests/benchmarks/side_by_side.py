@@ -1,0 +1,190 @@
+"""akvcache, LMCache and the floor without an engine, side by side: same work, same bytes, one run.
+
+Run by `make bench-side-by-side` in the environment of scripts/lmcache_env.sh; with ``--engines ideal,akvcache`` any
+environment will do. In every round each engine, in alternating order, takes a new random prompt and goes through
+
+    lookup (a miss) · store · until written · lookup · [drop the host copies] · retrieve
+
+then every byte that came back is compared with the source, and the engine is cleared. The first round is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from .engines import ENGINES, Engine, Setup
+from .measure import GB, machine, table, write_json
+from .workload import LAYOUTS, TOKEN_BYTES, prompt
+
+T = TypeVar("T")
+NATIVE = "lmcache fs_native"
+STEPS = ("store", "written", "lookup", "retrieve")
+"""Wall times kept per round; "written" runs from the begin of the store until the tier has everything."""
+
+
+@dataclass
+class Result:
+    """All counted rounds of one engine on one case, in seconds."""
+
+    rounds: list[dict[str, float]] = field(default_factory=list)
+
+    def median(self, step: str) -> float:
+        """Return the median of one step."""
+        return statistics.median(times[step] for times in self.rounds)
+
+    def ratio(self, step: str, other: Result) -> float:
+        """Return how many times as fast as `other`: the median over rounds."""
+        return statistics.median(b[step] / a[step] for a, b in zip(self.rounds, other.rounds, strict=True))
+
+
+def _timed(function: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    value = function()
+    return value, time.perf_counter() - start
+
+
+def _round(engine: Engine, setup: Setup, tokens: Sequence[int]) -> dict[str, float]:
+    """Take one prompt through one engine; raise if a token or byte is missing."""
+    times: dict[str, float] = {}
+    setup.kv.zero()
+    if engine.lookup(tokens) != 0:
+        raise AssertionError("a new prompt was found")
+    cpu = time.process_time()
+    _, times["store"] = _timed(lambda: engine.store(tokens, setup.source))
+    _, wait = _timed(engine.persist)
+    times["written"] = times["store"] + wait
+    times["store_cpu"] = time.process_time() - cpu
+    if setup.tier == "disk":
+        engine.drop_host()
+    hit, times["lookup"] = _timed(lambda: engine.lookup(tokens))
+    cpu = time.process_time()
+    loaded, times["retrieve"] = _timed(lambda: engine.retrieve(tokens, setup.kv))
+    times["retrieve_cpu"] = time.process_time() - cpu
+    if hit != len(tokens) or loaded != len(tokens) or not setup.kv.equals(setup.source):
+        raise AssertionError(f"hit {hit} and loaded {loaded} of {len(tokens)} tokens, or the bytes differ")
+    engine.clear()
+    return times
+
+
+def _native_round(setup: Setup) -> dict[str, float]:
+    from .peer_lmcache import native_adapter
+
+    store, load = native_adapter(setup.directory, setup.num_tokens, setup.direct)
+    return {"store": store, "written": store, "lookup": 0.0, "retrieve": load}
+
+
+def run_case(setups: Mapping[str, Setup], rounds: int, generator: np.random.Generator) -> dict[str, Result]:
+    """Run all engines on one case, alternating inside each round."""
+    engines = {name: ENGINES[name](setup) for name, setup in setups.items() if name != NATIVE}
+    results = {name: Result() for name in setups}
+    for engine in engines.values():
+        engine.warm()
+    try:
+        for number in range(rounds + 1):
+            tokens = prompt(next(iter(setups.values())).num_tokens, generator)
+            names = list(setups)
+            for name in names if number % 2 else reversed(names):
+                setup = setups[name]
+                times = _round(engines[name], setup, tokens) if name in engines else _native_round(setup)
+                if number:
+                    results[name].rounds.append(times)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return results
+
+
+def report(case: str, num_tokens: int, results: Mapping[str, Result]) -> str:
+    """Return the table of one case: medians, GB/s, and how many times as fast as each other engine."""
+    size = num_tokens * TOKEN_BYTES / GB
+    lines = []
+    for name, result in results.items():
+        cells = [name]
+        for step in STEPS:
+            seconds = result.median(step)
+            rate = f" {size / seconds:5.2f}" if step != "lookup" and seconds else ""
+            cells.append(f"{seconds * 1e3:.1f}{rate}" if seconds else "-")
+        cells.append(f"{result.median('retrieve_cpu') / size:.2f}" if "retrieve_cpu" in result.rounds[0] else "-")
+        lines.append(cells)
+    ours = results.get("akvcache")
+    for name, other in results.items() if ours else ():
+        if other is not ours:
+            cells = [f"akvcache / {name}"]
+            cells += [f"{ours.ratio(step, other):.2f}x" if other.median(step) else "-" for step in STEPS]
+            lines.append([*cells, ""])
+    header = ("engine", "store ms GB/s", "written ms GB/s", "lookup ms", "retrieve ms GB/s", "CPU s/GB")
+    return f"{case}\n{table(header, lines)}\n"
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="side_by_side", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--engines", default="ideal,lmcache,akvcache", help="any of %(default)s")
+    parser.add_argument("--tiers", default="cpu,disk")
+    parser.add_argument("--tokens", default="8192,32768")
+    parser.add_argument("--layouts", default="flat,paged")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--buffered", action="store_true", help="the disk through the page cache, not O_DIRECT")
+    parser.add_argument(
+        "--no-native", action="store_true", help="leave out LMCache's own `bench l2` on its C++ adapter"
+    )
+    parser.add_argument("--dir", type=Path, default=Path(".cache/side-by-side"), help="on a real disk, not tmpfs")
+    parser.add_argument("--json", type=Path, default=None, help="write every round to this file")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run what the command line asks for."""
+    options = arguments(argv)
+    torch.set_num_threads(1)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    about = machine()
+    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    names = options.engines.split(",")
+    cases: dict[str, object] = {}
+    generator = np.random.default_rng(3)
+    for layout in options.layouts.split(","):
+        for num_tokens in map(int, options.tokens.split(",")):
+            source, destination = LAYOUTS[layout](num_tokens, seed=11), LAYOUTS[layout](num_tokens)
+            for tier in options.tiers.split(","):
+                native = tier == "disk" and "lmcache" in names and not options.no_native
+                with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+                    setups = {
+                        name: Setup(
+                            tier=tier,
+                            directory=Path(directory).resolve() / name.replace(" ", "-"),
+                            direct=not options.buffered,
+                            num_tokens=num_tokens,
+                            kv=destination,
+                            source=source,
+                        )
+                        for name in [*names, *([NATIVE] if native else [])]
+                    }
+                    results = run_case(setups, options.rounds, generator)
+                disk = {"cpu": "host memory", "disk": "disk, buffered" if options.buffered else "disk, O_DIRECT"}[tier]
+                case = f"{disk}, {layout}, {num_tokens} tokens ({num_tokens * TOKEN_BYTES >> 20} MiB)"
+                print(report(case, num_tokens, results), flush=True)
+                cases[case] = {name: result.rounds for name, result in results.items()}
+    if options.json:
+        write_json(
+            options.json, {"machine": about, "options": {k: str(v) for k, v in vars(options).items()}, "rounds": cases}
+        )
+
+
+if __name__ == "__main__":
+    # LMCache leaves threads that never end: stop without waiting for them.
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)

@@ -12,6 +12,7 @@ import anyio.lowlevel
 
 from akvcache.backend import Backend, BackendContext
 from akvcache.buffers import HostPool
+from akvcache.chunking import Chunker, FixedChunker, SegmentChunker
 from akvcache.clock import Clock, SystemClock
 from akvcache.config import EngineConfig
 from akvcache.connector import KVConnector
@@ -19,7 +20,7 @@ from akvcache.context import Context
 from akvcache.errors import BackendUnavailable, ConfigurationError
 from akvcache.frame import MAX_PARTS, frame_bytes
 from akvcache.host import HostTier
-from akvcache.keys import CacheNamespace, Chunker, FixedChunker, KeySchema, SegmentChunker
+from akvcache.keys import CacheNamespace, KeySchema
 from akvcache.layout import KVLayout
 from akvcache.policy import make_policy
 from akvcache.registry import make_backend

@@ -19,7 +19,7 @@ Errors leave a backend as `BackendError` with ``retryable`` set truthfully (`map
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -153,7 +153,7 @@ _RETRYABLE: Final = (errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT)
 
 
 @contextmanager
-def map_errors(backend: str, op: str, key: ChunkKey | None = None) -> Iterator[None]:
+def map_errors(backend: str, op: str, key: ChunkKey | None = None) -> Generator[None]:
     """Turn operating system errors into `BackendError`, cause kept: the plug-in edge.
 
     ENOSPC and EDQUOT become `CapacityExhausted`, time-outs `BackendTimeout`, everything else

@@ -15,7 +15,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, Protocol, cast, Self
+from typing import Final, Protocol, Self, cast
 
 import torch
 

@@ -43,7 +43,7 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigurationError: It is not a size, or not positive.
     """
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
+    if isinstance(value, bool) or not isinstance(cast("object", value), (str, int)):
         raise ConfigurationError(f"size {value!r} must be a number of bytes or text such as '4GiB'")
     if isinstance(value, int):
         size = value

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Tracer
 
+from akvcache import operations, whole
 from akvcache.assembly import assemble, dismantle
 from akvcache.backend import Backend
 from akvcache.clock import Clock
 from akvcache.config import EngineConfig
 from akvcache.connector import KVConnector
-from akvcache.context import Budget, Context, by_source
+from akvcache.context import Budget, Context
 from akvcache.errors import InvariantError, UsageError
 from akvcache.host import HostLease
-from akvcache.keys import CacheNamespace, ChunkRun, KeySchema, RequestScope, TokenSequence
-from akvcache.loading import Loader
-from akvcache.planner import Plan, plan_prefix
-from akvcache.request import Mask, Request, prepare, without_keys
+from akvcache.keys import CacheNamespace, RequestScope
+from akvcache.request import Request, prepare, without_keys
 from akvcache.results import (
-    NO_TIERS,
     ClearResult,
-    DurableResult,
     FlushResult,
     Health,
     LookupResult,
@@ -42,9 +39,9 @@ from akvcache.results import (
     StoreResult,
     TierHealth,
 )
-from akvcache.storing import Storer
 from akvcache.supervision import shielded
-from akvcache.telemetry import Phase, Telemetry, names
+from akvcache.telemetry import Telemetry
+from akvcache.tokens import Mask, TokenSequence
 
 __all__ = ("CacheEngine",)
 
@@ -84,7 +81,7 @@ class CacheEngine(Generic[KV]):
         clock: Clock | None = None,
         tracer: Tracer | None = None,
         meter: Meter | None = None,
-    ) -> AsyncIterator[CacheEngine[KV]]:
+    ) -> AsyncGenerator[CacheEngine[KV]]:
         """Open an engine for the length of an ``async with`` block.
 
         Leaving the block stops intake, waits for queued writes (at most ``close_timeout_s``) and closes the tiers.
@@ -145,21 +142,9 @@ class CacheEngine(Generic[KV]):
         if request.stopped is not None:
             return LookupResult(hit_tokens=0, stopped=request.stopped)
         return await self._guard(
-            self._lookup(request, lease_s), lambda reason: LookupResult(hit_tokens=0, stopped=reason)
+            operations.lookup(self._context, request, lease_s),
+            lambda reason: LookupResult(hit_tokens=0, stopped=reason),
         )
-
-    async def _lookup(self, request: Request, lease_s: float | None) -> LookupResult:
-        context, run = self._context, request.run
-        with context.telemetry.request(names.LOOKUP, request.num_tokens) as span:
-            plan = await context.plan(run, self._config.lookup_deadline_s)
-            count = len(plan.sources)
-            lease = None
-            if lease_s is not None:
-                seconds = min(lease_s, self._config.max_lease_s)
-                lease = context.host.lease(run.keys[:count], run.stops, seconds)
-            stopped = None if count == len(run.keys) else StopReason.MISSING
-            self._finish(names.LOOKUP, span, stopped, {names.TOKENS_HIT: plan.hit_tokens}, plan.by_tier)
-            return LookupResult(hit_tokens=plan.hit_tokens, by_tier=plan.by_tier, lease=lease, stopped=stopped)
 
     async def retrieve(
         self,
@@ -194,30 +179,11 @@ class CacheEngine(Generic[KV]):
         if request.stopped is not None:
             return RetrieveResult(mask=empty, hit_tokens=0, loaded_tokens=0, stopped=request.stopped)
         return await self._guard(
-            self._retrieve(request, kv, empty, self._budget(deadline_s, self._config.retrieve_deadline_s)),
+            operations.retrieve(
+                self._context, request, kv, empty, self._budget(deadline_s, self._config.retrieve_deadline_s)
+            ),
             lambda reason: RetrieveResult(mask=empty.zero_(), hit_tokens=0, loaded_tokens=0, stopped=reason),
         )
-
-    async def _retrieve(self, request: Request, kv: KV, mask: torch.Tensor, budget: Budget) -> RetrieveResult:
-        context, run, first = self._context, request.run, request.first
-        with context.telemetry.request(names.RETRIEVE, request.num_tokens) as span:
-            plan, loader = await self._plan(request, budget, names.RETRIEVE)
-            done = await loader.into(kv)
-            for tier, phase in done.reads.items():
-                context.telemetry.phase(names.RETRIEVE, names.TIER_READ, phase, tier=tier)
-            context.telemetry.phase(names.RETRIEVE, names.H2D, done.h2d)
-            start, stop = run.tokens_before(first), run.tokens_before(first + len(done.sources))
-            mask[start:stop] = True
-            stopped = done.stopped
-            if stopped is None and first + len(plan.sources) < len(run.keys):
-                stopped = StopReason.MISSING
-            by_tier = by_source(done.sources, run, first)
-            context.telemetry.broken_promise(plan.hit_tokens - (stop - start))
-            counts = {names.TOKENS_HIT: plan.hit_tokens, names.TOKENS_LOADED: stop - start}
-            self._finish(names.RETRIEVE, span, stopped, counts, by_tier)
-            return RetrieveResult(
-                mask=mask, hit_tokens=plan.hit_tokens, loaded_tokens=stop - start, by_tier=by_tier, stopped=stopped
-            )
 
     async def store(
         self,
@@ -253,38 +219,9 @@ class CacheEngine(Generic[KV]):
         if stopped is not None:
             return self._stored_nothing(request.num_tokens, stopped)
         return await self._guard(
-            self._store(request, kv, self._budget(deadline_s, self._config.store_deadline_s)),
+            operations.store(self._context, request, kv, self._budget(deadline_s, self._config.store_deadline_s)),
             lambda reason: self._stored_nothing(request.num_tokens, reason),
         )
-
-    async def _store(self, request: Request, kv: KV, budget: Budget) -> StoreResult:
-        context, run, first = self._context, request.run, request.first
-        with context.telemetry.request(names.STORE, request.num_tokens) as span:
-            presence = await context.presence(run.keys, min(budget.left_s, self._config.lookup_deadline_s))
-            head = next((i for i in range(first) if not self._cached(run, i, presence)), first)
-            writes = {
-                queue: queue.span(span.get_span_context(), run.keys) for queue in context.queues if queue.tier.usable
-            }
-            try:
-                done = await Storer(context, run, first, presence, budget, writes).run(kv)
-            finally:
-                for write in writes.values():
-                    write.end()
-            context.telemetry.phase(names.STORE, names.LEASE, done.lease)
-            context.telemetry.phase(names.STORE, names.D2H, done.d2h)
-            stored = run.tokens_before(done.done if head == first else head)
-            counts = {names.TOKENS_STORED: stored, names.TOKENS_NEW: done.new_tokens}
-            self._finish(names.STORE, span, done.stopped, counts)
-            why = f" ({done.stopped.value.replace('_', ' ')})" if done.stopped else ""
-            _log.info("stored %d of %d tokens%s", stored, request.num_tokens, why)
-            return StoreResult(
-                total_tokens=request.num_tokens,
-                stored_tokens=stored,
-                new_tokens=done.new_tokens,
-                existing_tokens=done.existing_tokens,
-                stopped=done.stopped,
-                _durable=lambda timeout_s: self._durable(run, stored, timeout_s),
-            )
 
     async def prefetch(
         self, tokens: TokenSequence, *, scope: RequestScope = _NO_SCOPE, deadline_s: float | None = None
@@ -301,22 +238,9 @@ class CacheEngine(Generic[KV]):
         if request.stopped is not None:
             return PrefetchResult(hit_tokens=0, ready_tokens=0, stopped=request.stopped)
         return await self._guard(
-            self._prefetch(request, self._budget(deadline_s, self._config.retrieve_deadline_s)),
+            operations.prefetch(self._context, request, self._budget(deadline_s, self._config.retrieve_deadline_s)),
             lambda reason: PrefetchResult(hit_tokens=0, ready_tokens=0, stopped=reason),
         )
-
-    async def _prefetch(self, request: Request, budget: Budget) -> PrefetchResult:
-        context, run = self._context, request.run
-        with context.telemetry.request(names.PREFETCH, request.num_tokens) as span:
-            plan, loader = await self._plan(request, budget, names.PREFETCH)
-            done = await loader.into_host()
-            for tier, phase in done.reads.items():
-                context.telemetry.phase(names.PREFETCH, names.TIER_READ, phase, tier=tier)
-            ready = run.tokens_before(len(done.sources))
-            stopped = done.stopped or (StopReason.MISSING if len(plan.sources) < len(run.keys) else None)
-            counts = {names.TOKENS_HIT: plan.hit_tokens, names.TOKENS_LOADED: ready}
-            self._finish(names.PREFETCH, span, stopped, counts)
-            return PrefetchResult(hit_tokens=plan.hit_tokens, ready_tokens=ready, stopped=stopped)
 
     # -- the whole cache -----------------------------------------------------------------------------------------
 
@@ -324,15 +248,7 @@ class CacheEngine(Generic[KV]):
         """Wait until every queued write has ended; the result says how many had not in time."""
         self._check_usable()
         context = self._context_or_none
-        if context is None:
-            return FlushResult(pending_chunks=0)
-        try:
-            async with asyncio.timeout(timeout_s):
-                for queue in context.queues:
-                    await queue.idle()
-        except TimeoutError:
-            pass
-        return FlushResult(pending_chunks=sum(queue.num_pending for queue in context.queues))
+        return FlushResult(pending_chunks=0) if context is None else await whole.flush(context, timeout_s)
 
     async def clear(self, *, timeout_s: float = 60.0) -> ClearResult:
         """Forget everything of this namespace in every tier; after this returns nothing from before is visible.
@@ -344,12 +260,7 @@ class CacheEngine(Generic[KV]):
         context = self._context_or_none
         if context is None:
             return ClearResult(dropped_chunks=0, failed_tiers=())
-        context.epoch += 1
-        dropped = context.host.clear()
-        for queue in context.queues:
-            queue.clear(StopReason.CLEARED.value)
-        failed = [tier.name for tier in context.tiers if not await tier.clear(context.schema, timeout_s=timeout_s)]
-        return ClearResult(dropped_chunks=dropped, failed_tiers=failed)
+        return await whole.clear(context, timeout_s)
 
     async def set_weights_version(self, weights_version: str) -> None:
         """Move to a namespace with other weights: nothing stored before is visible, until the version comes back.
@@ -357,17 +268,8 @@ class CacheEngine(Generic[KV]):
         Entries of other versions in lower tiers stay there and leave by eviction.
         """
         self._check_usable()
-        context = self._context_or_none
-        if context is None:
-            return
-        old = context.schema
-        namespace = replace(old.namespace, weights_version=weights_version)
-        context.schema = KeySchema(namespace=namespace, layout=old.layout, chunker=old.chunker, algorithm=old.algorithm)
-        context.epoch += 1
-        context.host.clear()
-        for tier in context.tiers:
-            if tier.inactive is None:
-                await tier.attach(context.schema)
+        if self._context_or_none is not None:
+            await whole.set_weights_version(self._context_or_none, weights_version)
 
     def freeze(self, frozen: bool) -> None:  # noqa: FBT001 - the name and form are part of the fixed API
         """Stop storing (True) or store again (False); reading goes on."""
@@ -455,49 +357,6 @@ class CacheEngine(Generic[KV]):
             _log.exception("akvcache has a bug; please report it")
             self.degrade(f"{type(error).__name__}: {error}")
             return empty(StopReason.UNHEALTHY)
-
-    async def _plan(self, request: Request, budget: Budget, op: str) -> tuple[Plan, Loader[KV]]:
-        context, run, phase = self._context, request.run, Phase()
-        with phase.piece():
-            limit = min(budget.left_s, self._config.lookup_deadline_s)
-            plan = await context.plan(run, limit, first=request.first)
-        context.telemetry.phase(op, names.PLAN, phase)
-        for tier in context.tiers:
-            tier.touch(run.keys[: request.first + len(plan.sources)])
-        return plan, Loader(context, run, request.first, plan, budget)
-
-    def _cached(self, run: ChunkRun, index: int, presence: Mapping[str, Sequence[bool]]) -> bool:
-        return self._context.host.resident(run.keys[index]) is not None or any(has[index] for has in presence.values())
-
-    def _finish(
-        self,
-        op: str,
-        span: Span,
-        stopped: StopReason | None,
-        tokens: Mapping[str, int],
-        by_tier: Mapping[str, int] = NO_TIERS,
-    ) -> None:
-        telemetry = self._context.telemetry
-        telemetry.finished(op, span, stopped.value if stopped else None, tokens)
-        telemetry.served(op, span, by_tier)
-
-    async def _durable(self, run: ChunkRun, stored: int, timeout_s: float | None) -> DurableResult:
-        """Wait for the writes of a store, then ask the persistent tiers what they hold of it."""
-        context = self._context
-        try:
-            async with asyncio.timeout(self._config.store_deadline_s if timeout_s is None else timeout_s):
-                for queue in context.queues:
-                    await queue.settled(run.keys)
-        except TimeoutError:
-            return DurableResult(durable_tokens=0, stopped=StopReason.DEADLINE)
-        lasting = {t.name for t in context.tiers if t.inactive is None and t.backend.capabilities.persistent}
-        presence = await context.presence(run.keys, self._config.lookup_deadline_s)
-        plan = plan_prefix(run, {name: has for name, has in presence.items() if name in lasting})
-        kept = min(plan.hit_tokens, stored)
-        if kept >= stored:
-            return DurableResult(durable_tokens=kept)
-        reasons = [queue.failed for queue in context.queues if queue.failed is not None]
-        return DurableResult(durable_tokens=kept, stopped=reasons[0] if reasons else StopReason.MISSING)
 
     @staticmethod
     def _stored_nothing(num_tokens: int, stopped: StopReason) -> StoreResult:

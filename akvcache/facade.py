@@ -1,7 +1,7 @@
 """The engine for callers without a running loop: vLLM's scheduler and workers, scripts, threads.
 
-A private loop thread runs one `CacheEngine`. Blocking calls take a deadline; `submit_*` return a ticket that can be
-polled, for callers that must never wait.
+A private loop thread runs one `CacheEngine`. `submit` starts any of its calls and gives a ticket to poll, for callers
+that must never wait; the named calls block, with a deadline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from typing import Generic, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 from akvcache.backend import Backend
 from akvcache.config import EngineConfig
@@ -19,15 +19,15 @@ from akvcache.connector import KVConnector
 from akvcache.engine import CacheEngine
 from akvcache.errors import UsageError
 from akvcache.host import HostLease
-from akvcache.keys import CacheNamespace, RequestScope, TokenSequence
-from akvcache.request import Mask
-from akvcache.results import ClearResult, FlushResult, Health, LookupResult, PrefetchResult, RetrieveResult, StoreResult
+from akvcache.keys import CacheNamespace, RequestScope
+from akvcache.results import ClearResult, FlushResult, Health, LookupResult, RetrieveResult, StoreResult
+from akvcache.tokens import Mask, TokenSequence
 
 __all__ = ("SyncCacheEngine", "Ticket")
 
 KV = TypeVar("KV")
 T = TypeVar("T")
-MARGIN_S = 5.0
+MARGIN_S: Final = 5.0
 """Added to an operation's own deadline before a blocking call gives up on the loop thread itself."""
 
 
@@ -77,13 +77,19 @@ class SyncCacheEngine(Generic[KV]):
         tiers: Sequence[Backend] | None = None,
     ) -> None:
         self._config = config
-        self._open: Callable[[], Coroutine[object, object, CacheEngine[KV]]] = lambda: self._stack.enter_async_context(
-            CacheEngine.open(config, connector=connector, namespace=namespace, tiers=tiers)
-        )
         self._stack = AsyncExitStack()
+        self._connector = connector
+        self._namespace = namespace
+        self._tiers = tiers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._engine_or_none: CacheEngine[KV] | None = None
+        self._engine: CacheEngine[KV] | None = None
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
 
     def open(self) -> Self:
         """Start the thread and open the engine.
@@ -93,12 +99,11 @@ class SyncCacheEngine(Generic[KV]):
         """
         if self._thread is not None:
             raise UsageError("this engine is open already")
-        loop = asyncio.new_event_loop()
-        self._loop = loop
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="akv-loop", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(self._loop,), name="akv-loop", daemon=True)
         self._thread.start()
         try:
-            self._engine_or_none = asyncio.run_coroutine_threadsafe(self._open(), loop).result()
+            self._engine = asyncio.run_coroutine_threadsafe(self._enter(), self._loop).result()
         except BaseException:
             self._stop()
             raise
@@ -106,66 +111,27 @@ class SyncCacheEngine(Generic[KV]):
 
     def close(self) -> None:
         """Close the engine and end the thread. Idempotent."""
-        if self._loop is not None and self._thread is not None:
+        if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
             self._stop()
 
-    def __enter__(self) -> Self:
-        return self.open()
+    def submit(self, call: Callable[[CacheEngine[KV]], Coroutine[object, object, T]]) -> Ticket[T]:
+        """Start a call: ``engine.submit(lambda e: e.store(tokens, kv))``.
 
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def submit_lookup(
-        self, tokens: TokenSequence, *, scope: RequestScope | None = None, lease_s: float | None = None
-    ) -> Ticket[LookupResult]:
-        """Start `CacheEngine.lookup`."""
-        return self._submit(self._engine.lookup(tokens, scope=scope or RequestScope(), lease_s=lease_s))
-
-    def submit_retrieve(
-        self,
-        tokens: TokenSequence,
-        kv: KV,
-        *,
-        scope: RequestScope | None = None,
-        mask: Mask | None = None,
-        lease: HostLease | None = None,
-        deadline_s: float | None = None,
-    ) -> Ticket[RetrieveResult]:
-        """Start `CacheEngine.retrieve`."""
-        return self._submit(
-            self._engine.retrieve(
-                tokens, kv, scope=scope or RequestScope(), mask=mask, lease=lease, deadline_s=deadline_s
-            )
-        )
-
-    def submit_store(
-        self,
-        tokens: TokenSequence,
-        kv: KV,
-        *,
-        scope: RequestScope | None = None,
-        mask: Mask | None = None,
-        deadline_s: float | None = None,
-    ) -> Ticket[StoreResult]:
-        """Start `CacheEngine.store`."""
-        return self._submit(
-            self._engine.store(tokens, kv, scope=scope or RequestScope(), mask=mask, deadline_s=deadline_s)
-        )
-
-    def submit_prefetch(
-        self, tokens: TokenSequence, *, scope: RequestScope | None = None, deadline_s: float | None = None
-    ) -> Ticket[PrefetchResult]:
-        """Start `CacheEngine.prefetch`."""
-        return self._submit(self._engine.prefetch(tokens, scope=scope or RequestScope(), deadline_s=deadline_s))
+        Raises:
+            UsageError: The engine is closed, or this is its own loop thread.
+        """
+        if self._engine is None or self._loop is None or threading.current_thread() is self._thread:
+            raise UsageError("this engine is closed, or called from its own loop thread")
+        return Ticket(asyncio.run_coroutine_threadsafe(call(self._engine), self._loop))
 
     def lookup(
         self, tokens: TokenSequence, *, scope: RequestScope | None = None, lease_s: float | None = None
     ) -> LookupResult:
         """`CacheEngine.lookup`, blocking."""
-        return self.submit_lookup(tokens, scope=scope, lease_s=lease_s).wait(
-            self._config.lookup_deadline_s * 2 + MARGIN_S
-        )
+        asked = scope or RequestScope()
+        ticket = self.submit(lambda engine: engine.lookup(tokens, scope=asked, lease_s=lease_s))
+        return ticket.wait(self._config.lookup_deadline_s + MARGIN_S)
 
     def retrieve(
         self,
@@ -178,7 +144,10 @@ class SyncCacheEngine(Generic[KV]):
         deadline_s: float | None = None,
     ) -> RetrieveResult:
         """`CacheEngine.retrieve`, blocking."""
-        ticket = self.submit_retrieve(tokens, kv, scope=scope, mask=mask, lease=lease, deadline_s=deadline_s)
+        asked = scope or RequestScope()
+        ticket = self.submit(
+            lambda engine: engine.retrieve(tokens, kv, scope=asked, mask=mask, lease=lease, deadline_s=deadline_s)
+        )
         return ticket.wait(self._limit(deadline_s, self._config.retrieve_deadline_s))
 
     def store(
@@ -191,7 +160,8 @@ class SyncCacheEngine(Generic[KV]):
         deadline_s: float | None = None,
     ) -> StoreResult:
         """`CacheEngine.store`, blocking until `kv` may be reused."""
-        ticket = self.submit_store(tokens, kv, scope=scope, mask=mask, deadline_s=deadline_s)
+        asked = scope or RequestScope()
+        ticket = self.submit(lambda engine: engine.store(tokens, kv, scope=asked, mask=mask, deadline_s=deadline_s))
         return ticket.wait(self._limit(deadline_s, self._config.store_deadline_s))
 
     def release(self, lease: HostLease) -> None:
@@ -201,31 +171,26 @@ class SyncCacheEngine(Generic[KV]):
 
     def flush(self, *, timeout_s: float = 30.0) -> FlushResult:
         """`CacheEngine.flush`, blocking."""
-        return self._submit(self._engine.flush(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
+        return self.submit(lambda engine: engine.flush(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
 
     def clear(self, *, timeout_s: float = 60.0) -> ClearResult:
         """`CacheEngine.clear`, blocking."""
-        return self._submit(self._engine.clear(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
+        return self.submit(lambda engine: engine.clear(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
 
     def health(self) -> Health:
         """`CacheEngine.health`."""
+        if self._engine is None:
+            raise UsageError("this engine is closed")
         return self._engine.health()
 
-    @property
-    def _engine(self) -> CacheEngine[KV]:
-        if self._engine_or_none is None:
-            raise UsageError("this engine is closed")
-        return self._engine_or_none
+    async def _enter(self) -> CacheEngine[KV]:
+        opening = CacheEngine[KV].open(
+            self._config, connector=self._connector, namespace=self._namespace, tiers=self._tiers
+        )
+        return await self._stack.enter_async_context(opening)
 
     def _limit(self, deadline_s: float | None, default_s: float) -> float:
         return (default_s if deadline_s is None else deadline_s) + self._config.copy_timeout_s + MARGIN_S
-
-    def _submit(self, call: Coroutine[object, object, T]) -> Ticket[T]:
-        loop = self._loop
-        if loop is None or threading.current_thread() is self._thread:
-            call.close()
-            raise UsageError("this engine is closed, or called from its own loop thread")
-        return Ticket(asyncio.run_coroutine_threadsafe(call, loop))
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -234,7 +199,7 @@ class SyncCacheEngine(Generic[KV]):
 
     def _stop(self) -> None:
         loop, thread = self._loop, self._thread
-        self._loop, self._thread, self._engine_or_none = None, None, None
+        self._loop, self._thread, self._engine = None, None, None
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()

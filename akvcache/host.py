@@ -188,23 +188,25 @@ class HostTier:
         """Return an empty hold for one operation."""
         return Hold(self.index, f"{owner}-{next(self._serial)}")
 
-    def lease(self, keys: Sequence[ChunkKey], stops: Sequence[int], seconds: float) -> HostLease:
+    def lease(
+        self, keys: Sequence[ChunkKey], stops: Sequence[int], sources: Sequence[Sequence[str]], seconds: float
+    ) -> HostLease:
         """Protect a prefix for `seconds`.
 
-        Slots of the staging reserve stay obtainable: a prefix that would take them is protected up to there.
+        Slots of the staging reserve stay obtainable: a chunk that would take one of them is protected in a lower
+        tier, or, if none is known to hold it, ends what the lease covers.
         """
         hold = self.hold("lease")
         self.expire()
         spare = self.pool.num_free + self.index.reclaimable - self.reserve
         covered = 0
-        for key in keys:
+        for key, holders in zip(keys, sources, strict=True):
             entry = self.index.resident(key)
-            if entry is not None:
-                if entry.holds == 0:
-                    if spare < 1:
-                        break
-                    spare -= 1
+            if entry is not None and (entry.holds or spare > 0):
+                spare -= not entry.holds
                 hold.add(entry)
+            elif not any(name != HOST for name in holders):
+                break
             self._protected[key] += 1
             covered += 1
         lease = HostLease(self, hold, keys[:covered], stops[covered - 1] if covered else 0, self.now() + seconds)

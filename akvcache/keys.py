@@ -18,19 +18,17 @@ caches with one owner.
 
 from __future__ import annotations
 
-import array
 import hashlib
 import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NewType, Protocol, SupportsIndex, cast
+from typing import Final, NewType, SupportsIndex, cast
 
-import numpy as np
-import torch
 import xxhash
 
+from akvcache.chunking import Chunker
 from akvcache.errors import ConfigurationError, UsageError
 from akvcache.layout import KVLayout
 
@@ -40,32 +38,20 @@ __all__ = (
     "CacheNamespace",
     "ChunkKey",
     "ChunkRun",
-    "Chunker",
-    "FixedChunker",
     "KeySchema",
     "NamespaceId",
     "RequestScope",
-    "SegmentChunker",
-    "TokenSequence",
-    "canonical_tokens",
     "depth_of",
     "digest_of",
-    "masked_head",
     "namespace_of",
 )
 
 ChunkKey = NewType("ChunkKey", bytes)
 NamespaceId = NewType("NamespaceId", bytes)
-TokenSequence = Sequence[int] | np.ndarray | torch.Tensor
-"""Token ids as a list, tuple, range, `array.array`, NumPy array or torch tensor of any integer width."""
-
 KEY_SCHEMA: Final = 1
 NAMESPACE_ID_BYTES: Final = 16
 DEPTH_BYTES: Final = 4
-MAX_TOKEN: Final = 2**32 - 1
 MIN_MEDIA_DIGEST_BYTES: Final = 16
-CONVERT_TOKENS: Final = 1 << 16
-"""Tokens converted per step, so that a long list in a worker thread leaves the GIL to the loop in between."""
 
 
 def _sha256(data: bytes) -> bytes:
@@ -171,165 +157,6 @@ class RequestScope:
         return _fields(*pairs)
 
 
-def canonical_tokens(tokens: TokenSequence) -> memoryview:
-    """Return `tokens` as a contiguous little-endian uint32 buffer.
-
-    Raises:
-        UsageError: A token is negative, above 2**32 - 1 or not an integer, or the container is not a
-            one-dimensional sequence of integers.
-    """
-    if isinstance(tokens, torch.Tensor):
-        if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
-            raise UsageError(f"tokens must be integers, got a tensor of {tokens.dtype}")
-        tokens = tokens.detach().cpu().numpy()
-    elif isinstance(tokens, array.array):
-        tokens = np.asarray(tokens)
-    if isinstance(tokens, np.ndarray):
-        return _from_ndarray(tokens)
-    if isinstance(tokens, (str, bytes, bytearray, memoryview)) or not isinstance(cast("object", tokens), Sequence):
-        raise UsageError(f"tokens must be a sequence of integers, got {type(tokens).__name__}")
-    try:
-        out = array.array("I")
-        for start in range(0, len(tokens), CONVERT_TOKENS):
-            out.extend(array.array("I", tokens[start : start + CONVERT_TOKENS]))
-    except (OverflowError, TypeError, ValueError):
-        for token in tokens:
-            if not _is_token(token):
-                raise _bad_token(token) from None
-        raise UsageError(f"tokens must be a sequence of integers, got {type(tokens).__name__}") from None
-    ids = np.frombuffer(out, dtype="=u4")
-    for at in np.flatnonzero(ids <= 1).tolist():  # a mask passed as tokens: bool is an int to `array`
-        if isinstance(tokens[at], bool):
-            raise _bad_token(tokens[at])
-    return ids.astype("<u4", copy=False).data.cast("B")
-
-
-def _is_token(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        return 0 <= operator.index(cast("SupportsIndex", value)) <= MAX_TOKEN
-    except (TypeError, ValueError, RuntimeError):  # what NumPy and torch raise for values of several elements
-        return False
-
-
-def _bad_token(token: object) -> UsageError:
-    return UsageError(f"token {token!r} is not an integer between 0 and {MAX_TOKEN}")
-
-
-def _from_ndarray(tokens: np.ndarray) -> memoryview:
-    if tokens.ndim != 1:
-        raise UsageError(f"tokens must have one dimension, got shape {tokens.shape}")
-    if tokens.dtype.kind not in "iu":
-        raise UsageError(f"tokens must be integers, got an array of {tokens.dtype}")
-    if tokens.size and (tokens.dtype.kind == "i" or tokens.dtype.itemsize > 4):
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high > MAX_TOKEN:
-            raise _bad_token(low if low < 0 else high)
-    return np.ascontiguousarray(tokens, dtype="<u4").data.cast("B")
-
-
-class Chunker(Protocol):
-    """Cuts a prompt into chunks."""
-
-    @property
-    def name(self) -> str:
-        """What enters the namespace: two chunkers of one name cut every prompt alike."""
-        ...
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest chunk it makes; a host slot holds this many tokens."""
-        ...
-
-    def stops(self, tokens: memoryview) -> Sequence[int]:
-        """Return where each chunk ends, ascending; tokens after the last stop are the uncached tail.
-
-        Args:
-            tokens: Canonical tokens, uint32 little-endian bytes.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedChunker:
-    """Chunks of `chunk_tokens` tokens each."""
-
-    chunk_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigurationError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-
-    @property
-    def name(self) -> str:
-        """See `Chunker.name`."""
-        return f"fixed:{self.chunk_tokens}"
-
-    @property
-    def max_tokens(self) -> int:
-        """See `Chunker.max_tokens`."""
-        return self.chunk_tokens
-
-    def stops(self, tokens: memoryview) -> Sequence[int]:
-        """See `Chunker.stops`."""
-        return range(self.chunk_tokens, len(tokens) // 4 + 1, self.chunk_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentChunker:
-    """A chunk ends after each separator, and after `chunk_tokens` tokens without one.
-
-    Prompts made of whole documents share a prefix up to a document's end, not up to a multiple of a fixed
-    size. Keys stay chained: a document is found again behind the same documents only, because its KV depends
-    on everything before it.
-    """
-
-    chunk_tokens: int
-    separator: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.chunk_tokens < 1:
-            raise ConfigurationError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        if not self.separator or not all(_is_token(t) for t in self.separator):
-            raise ConfigurationError(f"separator must be a non-empty list of token ids, got {self.separator}")
-        if len(self.separator) > self.chunk_tokens:
-            raise ConfigurationError(f"separator is longer than chunk_tokens ({self.chunk_tokens})")
-
-    @property
-    def name(self) -> str:
-        """See `Chunker.name`."""
-        return f"segments:{self.chunk_tokens}:{','.join(map(str, self.separator))}"
-
-    @property
-    def max_tokens(self) -> int:
-        """See `Chunker.max_tokens`."""
-        return self.chunk_tokens
-
-    def stops(self, tokens: memoryview) -> Sequence[int]:
-        """See `Chunker.stops`."""
-        ids = np.frombuffer(tokens, dtype="<u4")
-        width = len(self.separator)
-        if ids.size < width:
-            match = np.zeros(0, dtype=np.intp)
-        else:
-            windows = np.lib.stride_tricks.sliding_window_view(ids, width)
-            match = np.flatnonzero((windows == np.asarray(self.separator, dtype=np.uint32)).all(axis=1))
-        stops: list[int] = []
-        start = 0
-        for end in [*(int(m) + width for m in match), int(ids.size) + self.chunk_tokens]:
-            if end - width < start:
-                continue  # overlaps the separator before it
-            limit = min(end, int(ids.size))
-            while limit - start > self.chunk_tokens or (limit - start == self.chunk_tokens and limit != end):
-                start += self.chunk_tokens
-                stops.append(start)
-            if end <= ids.size and end > start:
-                stops.append(end)
-                start = end
-        return stops
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
     """The chunks of one prompt, in order: chunk ``i`` holds tokens ``[stops[i-1], stops[i])``."""
@@ -425,30 +252,3 @@ class KeySchema:
                 raise UsageError(f"media digest at {at} is {value!r}; give at least 16 bytes of a content hash")
             media.append((operator.index(at), value))
         return sorted(media)
-
-
-def masked_head(mask: Sequence[bool] | np.ndarray | torch.Tensor | None, num_tokens: int) -> int:
-    """Return how many leading tokens `mask` excludes; the mask must read ``F...FT...T``.
-
-    Raises:
-        UsageError: The mask is not boolean, has another length, or holds a False after a True.
-    """
-    if mask is None:
-        return 0
-    if isinstance(mask, torch.Tensor):
-        if mask.dtype != torch.bool:
-            raise UsageError(f"mask must be one dimension of booleans, got a tensor of {mask.dtype}")
-        mask = mask.detach().cpu().numpy()
-    try:
-        values = np.asarray(mask)
-    except ValueError:
-        raise UsageError("mask must be one dimension of booleans, got nested sequences") from None
-    if values.ndim != 1 or (values.dtype != np.bool_ and values.size):
-        raise UsageError(f"mask must be one dimension of booleans, got {values.dtype} of shape {values.shape}")
-    if values.size != num_tokens:
-        raise UsageError(f"mask has length {values.size}, tokens have length {num_tokens}")
-    head = int(values.argmax()) if values.any() else num_tokens
-    if not values[head:].all():
-        hole = head + int(values[head:].argmin())
-        raise UsageError(f"mask is False at {hole} after True at {head}; it must read F...FT...T")
-    return head

@@ -27,11 +27,12 @@ from akvcache.host import Arrival
 from akvcache.index import Entry, Hold
 from akvcache.keys import ChunkRun
 from akvcache.planner import HOST, Plan
+from akvcache.request import Request
 from akvcache.results import StopReason
-from akvcache.telemetry import Phase
+from akvcache.telemetry import Phase, names
 from akvcache.tiers import Outcome, OutcomeKind
 
-__all__ = ("Loader", "Loading")
+__all__ = ("Loader", "Loading", "plan_loading")
 
 KV = TypeVar("KV")
 
@@ -238,6 +239,18 @@ class Loader(Generic[KV]):
             copy = _copy_out(self._context, kv, spans, entries)
             self.progress.stopped = await self._context.copy(copy, "h2d")
         return self.progress.stopped is None
+
+
+async def plan_loading(context: Context[KV], request: Request, budget: Budget, op: str) -> tuple[Plan, Loader[KV]]:
+    """Plan a request's load and note the use of what it hits."""
+    phase = Phase()
+    with phase.piece():
+        limit = min(budget.left_s, context.config.lookup_deadline_s)
+        plan = await context.plan(request.run, limit, first=request.first)
+    context.telemetry.phase(op, names.PLAN, phase)
+    for tier in context.tiers:
+        tier.touch(request.run.keys[: request.first + len(plan.sources)])
+    return plan, Loader(context, request.run, request.first, plan, budget)
 
 
 async def _copy_out(

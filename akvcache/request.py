@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import torch
-
 from akvcache.errors import UsageError
-from akvcache.keys import ChunkRun, KeySchema, RequestScope, TokenSequence, canonical_tokens, masked_head
+from akvcache.keys import ChunkRun, KeySchema, RequestScope
 from akvcache.results import StopReason
 from akvcache.supervision import run_blocking
+from akvcache.tokens import Mask, TokenSequence, canonical_tokens, masked_head
 
-__all__ = ("Mask", "Request", "prepare", "without_keys")
-
-Mask = Sequence[bool] | np.ndarray | torch.Tensor
+__all__ = ("Request", "prepare", "without_keys")
 
 KEYS_ON_LOOP: Final = 1 << 14
 """Prompts up to this many tokens are keyed on the loop (about 0.2 ms); longer ones in a thread."""

@@ -11,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from opentelemetry.trace import SpanContext
+
 from akvcache.context import Budget, Context
 from akvcache.errors import TransferError
 from akvcache.index import Entry
 from akvcache.keys import ChunkRun
-from akvcache.results import StopReason
+from akvcache.planner import plan_prefix
+from akvcache.results import DurableResult, StopReason
 from akvcache.telemetry import Phase
 from akvcache.writeback import WriteQueue, WriteSpan
 
-__all__ = ("Storer", "Storing")
+__all__ = ("Storer", "Storing", "durable", "store_run")
 
 KV = TypeVar("KV")
 
@@ -29,17 +32,24 @@ class Storing:
     """Progress of one store.
 
     Attributes:
-        done: Index behind the last chunk that is cached now.
+        done: Index behind the last chunk that was stored or skipped.
+        head: Index of the first chunk before the mask's end that is not cached, if there is one.
         new_tokens: Tokens copied.
         existing_tokens: Tokens that were cached already.
     """
 
     done: int = 0
+    head: int | None = None
     new_tokens: int = 0
     existing_tokens: int = 0
     stopped: StopReason | None = None
     lease: Phase = field(default_factory=Phase)
     d2h: Phase = field(default_factory=Phase)
+
+    @property
+    def reached(self) -> int:
+        """Index behind the longest prefix that is cached now."""
+        return self.done if self.head is None else self.head
 
 
 class Storer(Generic[KV]):
@@ -72,7 +82,8 @@ class Storer(Generic[KV]):
         self._tick = context.host.index.touch(run.keys)
         self._hold = context.host.hold("store")
         self._queues = dict(spans)
-        self.progress = Storing(done=first)
+        absent = [i for i in range(first) if not self._in_tiers(i) and context.host.resident(run.keys[i]) is None]
+        self.progress = Storing(done=first, head=absent[0] if absent else None)
 
     async def run(self, kv: KV) -> Storing:
         """Copy what is missing.
@@ -174,6 +185,38 @@ class Storer(Generic[KV]):
                     del self._queues[queue]  # without this chunk, later ones are of no use to that tier
             if written:
                 self._hold.discard(entry)
+
+
+async def store_run(
+    context: Context[KV], run: ChunkRun, first: int, kv: KV, budget: Budget, cause: SpanContext
+) -> Storing:
+    """Store the chunks from `first` on; their background writes get spans linked to `cause`."""
+    presence = await context.presence(run.keys, min(budget.left_s, context.config.lookup_deadline_s))
+    spans = {queue: queue.span(cause, run.keys) for queue in context.queues if queue.tier.usable}
+    storer = Storer(context, run, first, presence, budget, spans)
+    try:
+        return await storer.run(kv)
+    finally:
+        for span in spans.values():
+            span.end()
+
+
+async def durable(context: Context[KV], run: ChunkRun, stored: int, timeout_s: float | None) -> DurableResult:
+    """Wait for the writes of a store, then ask the persistent tiers what they hold of it."""
+    try:
+        async with asyncio.timeout(context.config.store_deadline_s if timeout_s is None else timeout_s):
+            for queue in context.queues:
+                await queue.settled(run.keys)
+    except TimeoutError:
+        return DurableResult(durable_tokens=0, stopped=StopReason.DEADLINE)
+    lasting = {t.name for t in context.tiers if t.inactive is None and t.backend.capabilities.persistent}
+    presence = await context.presence(run.keys, context.config.lookup_deadline_s)
+    plan = plan_prefix(run, {name: has for name, has in presence.items() if name in lasting})
+    kept = min(plan.hit_tokens, stored)
+    if kept >= stored:
+        return DurableResult(durable_tokens=kept)
+    reasons = [queue.failed for queue in context.queues if queue.failed is not None]
+    return DurableResult(durable_tokens=kept, stopped=reasons[0] if reasons else StopReason.MISSING)
 
 
 async def _copy_in(

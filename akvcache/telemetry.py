@@ -8,7 +8,7 @@ The parent is the caller's current context. Background writes outlive the store 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -78,7 +78,7 @@ class Phase:
         self.num_bytes = 0
 
     @contextmanager
-    def piece(self, chunks: int = 0, num_bytes: int = 0) -> Iterator[None]:
+    def piece(self, chunks: int = 0, num_bytes: int = 0) -> Generator[None]:
         """Time one piece."""
         start = time.time_ns()
         self.first_ns = self.first_ns or start
@@ -121,7 +121,7 @@ class Telemetry:
         )
 
     @contextmanager
-    def request(self, name: str, total_tokens: int) -> Iterator[Span]:
+    def request(self, name: str, total_tokens: int) -> Generator[Span]:
         """Open the span of one call under the caller's current context."""
         with self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False) as span:
             span.set_attribute(names.TOKENS_TOTAL, total_tokens)

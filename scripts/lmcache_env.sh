@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv-lmcache: LMCache for CPU only, plus what akvcache needs, for tests/benchmarks/side_by_side.py.
-# Idempotent: a second run with the same list does nothing. usage: scripts/lmcache_env.sh
+# Idempotent: a second run with the same list does nothing. usage: scripts/lmcache_env.sh [FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=.venv-lmcache
+venv="${1:-.venv-lmcache}"
 torch="torch==2.13.0"
 lmcache="lmcache==0.5.6"
 # The dependencies LMCache imports on a CPU. Its own list wants CUDA packages, so it is installed without one.

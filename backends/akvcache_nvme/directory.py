@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,17 @@ from typing import Final, TypeVar
 
 from akvcache.keys import ChunkKey, NamespaceId
 
-from .files import ABSENT, allocated, directory, first_file, list_directory, regular_stat, resize, stat_or_none
+from .files import (
+    ABSENT,
+    allocated,
+    directory,
+    first_file,
+    list_directory,
+    probe_direct,
+    regular_stat,
+    resize,
+    stat_or_none,
+)
 from .ledger import UsageLedger
 from .manifest import conflict, encode_manifest, read_manifest, write_manifest
 from .names import LOCK, MANIFEST, SPARE, TMP, ChunkPlace, place_of
@@ -75,6 +85,7 @@ class CacheDirectory:
         root: The directory.
         owner: This process's mark.
         ledger: Usage of all processes.
+        num_recycled: Files given out that were an older chunk's.
     """
 
     def __init__(self, root: Path, *, capacity_bytes: int, spare_limit_bytes: int) -> None:
@@ -85,6 +96,7 @@ class CacheDirectory:
         self._spare_limit_bytes = spare_limit_bytes
         self._attached: set[str] = set()
         self._names = itertools.count()
+        self.num_recycled = 0
 
     @property
     def excess_bytes(self) -> int:
@@ -95,6 +107,11 @@ class CacheDirectory:
         """Take hold of the directory, reclaim what dead owners left, count everything. Repeatable."""
         with self.ledger.locked():
             return self._enter()
+
+    def probe_direct(self) -> OSError | None:
+        """Try O_DIRECT in the owner's directory; return the error if the file system refuses it."""
+        with directory(self.root, TMP, self.owner.name) as own:
+            return probe_direct(own)
 
     def close(self) -> None:
         """Remove the owner's directory and let go. Idempotent."""
@@ -119,7 +136,7 @@ class CacheDirectory:
     def reserve(self, key: ChunkKey, size: int) -> Reservation | Found | None:
         """Return a file for a frame of `size` bytes, or None if there is no room without an eviction."""
         status = status_of(self.root, key)
-        if status is not None and status.st_size == size:
+        if status is not None:
             return Found(allocated(status))
         with self.ledger.locked():
             return self._retry_entered(lambda: self._allocate(size))
@@ -138,7 +155,7 @@ class CacheDirectory:
             self._reap(place)
             return reservation or self._allocate(size)
 
-    def commit(self, reservation: Reservation, key: ChunkKey, size: int) -> int:
+    def commit(self, reservation: Reservation, key: ChunkKey) -> int:
         """Make a written file visible under `key`; return its allocated bytes.
 
         If another writer was first, its file stays and ours becomes spare.
@@ -150,14 +167,12 @@ class CacheDirectory:
         with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
             written = allocated(regular_stat(reservation.name, own))
             with self._made(place.namespace, place.fan_out) as parent:
-                older = stat_or_none(place.name, parent)
-                if older is not None and older.st_size == size:
-                    self.ledger.shrink(reservation.charge - written)
+                first = stat_or_none(place.name, parent)
+                self.ledger.shrink(reservation.charge - written)
+                if first is not None:
                     self._retire(reservation.name, own, written)
-                    return allocated(older)
+                    return allocated(first)
                 os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
-                replaced = allocated(older) if older is not None else 0
-                self.ledger.shrink(reservation.charge - written + replaced)
                 return written
 
     def abandon(self, reservation: Reservation) -> None:
@@ -232,7 +247,7 @@ class CacheDirectory:
         return None
 
     @contextmanager
-    def _made(self, *names: str) -> Iterator[int]:
+    def _made(self, *names: str) -> Generator[int, None, None]:
         """Open a directory below the root, making what is missing of it."""
         for depth, name in enumerate(names):
             with directory(self.root, *names[:depth]) as parent:
@@ -280,6 +295,7 @@ class CacheDirectory:
             self.ledger.grow(max(0, charge - had))
             self._resize(temp, own, size, counted=max(charge, had), create=0)
             self.ledger.shrink(max(0, had - charge))
+        self.num_recycled += 1
         return Reservation(temp, charge)
 
     def _resize(self, name: str, own: int, size: int, *, counted: int, create: int) -> None:

@@ -10,14 +10,25 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from akvcache.layout import PAGE_BYTES
 
-__all__ = ("ABSENT", "ChunkOpener", "allocated", "directory", "first_file", "list_directory", "probe_direct", "regular_stat", "resize", "stat_or_none")
+__all__ = (
+    "ABSENT",
+    "ChunkOpener",
+    "allocated",
+    "directory",
+    "first_file",
+    "list_directory",
+    "probe_direct",
+    "regular_stat",
+    "resize",
+    "stat_or_none",
+)
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """What opening or examining a chunk's path gives when no regular file is there."""
@@ -28,7 +39,7 @@ _PROBE: Final = "probe"
 
 
 @contextmanager
-def directory(root: Path, *names: str) -> Iterator[int]:
+def directory(root: Path, *names: str) -> Generator[int, None, None]:
     """Open ``root/names[0]/names[1]/...`` as a handle for calls with ``dir_fd``."""
     handle = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -141,7 +152,7 @@ class ChunkOpener:
 
     status: os.stat_result
 
-    def __init__(self, root: Path, *names: str, flags: int) -> None:
+    def __init__(self, root: Path, names: tuple[str, ...], flags: int) -> None:
         """Describe what to open.
 
         Args:

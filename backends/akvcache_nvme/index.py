@@ -9,19 +9,29 @@ Owned by one backend and touched from its loop only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 from akvcache.keys import ChunkKey, NamespaceId, namespace_of
 from akvcache.policy import LruPolicy
 
-__all__ = ("FOREIGN_TICK", "RECOVERED_TICK", "ChunkIndex")
+__all__ = ("ChunkIndex", "Victim")
 
-RECOVERED_TICK = 0
+_RECOVERED_TICK: Final = 0
 """Recovered chunks rank below everything used since, and among themselves by depth: tails leave first."""
 
-FOREIGN_TICK = -1
+_FOREIGN_TICK: Final = -1
 """Chunks of namespaces that nobody here has attached leave before all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A chunk to evict."""
+
+    key: ChunkKey
+    allocated_bytes: int
 
 
 class ChunkIndex:
@@ -53,7 +63,7 @@ class ChunkIndex:
     def learn(self, key: ChunkKey, allocated_bytes: int) -> None:
         """Note a chunk found on disk, unless it is known."""
         if key not in self:
-            self._add(key, allocated_bytes, RECOVERED_TICK if namespace_of(key) in self._attached else FOREIGN_TICK)
+            self._add(key, allocated_bytes, _RECOVERED_TICK if namespace_of(key) in self._attached else _FOREIGN_TICK)
 
     def drop(self, key: ChunkKey) -> int:
         """Forget a chunk; return its bytes, 0 if it was not known."""
@@ -80,14 +90,14 @@ class ChunkIndex:
         """Rank a chunk as recovered, no longer as foreign."""
         if key in self:
             self._policy.forget(key)
-            self._policy.insert(key, RECOVERED_TICK)
+            self._policy.insert(key, _RECOVERED_TICK)
 
     def holds_any(self, namespace_id: NamespaceId) -> bool:
         """Return whether a chunk of the namespace is known."""
         return namespace_id in self._chunks
 
     @contextmanager
-    def reading(self, key: ChunkKey) -> Iterator[None]:
+    def reading(self, key: ChunkKey) -> Generator[None, None, None]:
         """Keep a chunk from being chosen as victim."""
         self._readers[key] += 1
         try:
@@ -97,14 +107,17 @@ class ChunkIndex:
             if not self._readers[key]:
                 del self._readers[key]
 
-    def claim(
-        self, count: int, is_protected: Callable[[ChunkKey], bool], newcomer: ChunkKey | None
-    ) -> Sequence[tuple[ChunkKey, int]]:
-        """Choose victims and forget them, so that nobody else chooses them; return keys and bytes."""
-        victims = self._policy.victims(
-            count, lambda key: key not in self._readers and not is_protected(key), newcomer=newcomer
+    def claim(self, is_protected: Callable[[ChunkKey], bool], newcomer: ChunkKey | None) -> Victim | None:
+        """Choose the chunk to evict and forget it, so that nobody else chooses it.
+
+        Args:
+            is_protected: Whether a lease covers a key.
+            newcomer: The chunk that room is made for; what ranks above it stays.
+        """
+        chosen = self._policy.victims(
+            1, lambda key: key not in self._readers and not is_protected(key), newcomer=newcomer
         )
-        return [(key, self.drop(key)) for key in victims]
+        return Victim(chosen[0], self.drop(chosen[0])) if chosen else None
 
     def _add(self, key: ChunkKey, allocated_bytes: int, tick: int | None) -> None:
         known = self._chunks.setdefault(namespace_of(key), {})

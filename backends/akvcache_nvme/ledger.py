@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -60,7 +60,7 @@ class UsageLedger:
         self._valid = False
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None, None, None]:
         """Hold the lock; the counters are current inside.
 
         Raises:
@@ -113,7 +113,7 @@ class UsageLedger:
             _flock(self._fd, end, path)
             mine = os.fstat(self._fd)
             try:
-                named = os.stat(path, follow_symlinks=False)
+                named = path.lstat()
             except FileNotFoundError:
                 named = None
             if named is not None and os.path.samestat(mine, named):

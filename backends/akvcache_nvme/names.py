@@ -12,7 +12,17 @@ from typing import Final, NamedTuple
 from akvcache.errors import UsageError
 from akvcache.keys import ChunkKey, NamespaceId, depth_of, digest_of, namespace_of
 
-__all__ = ("LOCK", "MANIFEST", "SPARE", "TMP", "USAGE", "ChunkPlace", "key_of", "namespace_dir", "namespace_in", "place_of")
+__all__ = (
+    "LOCK",
+    "MANIFEST",
+    "SPARE",
+    "TMP",
+    "USAGE",
+    "ChunkPlace",
+    "key_of",
+    "namespace_in",
+    "place_of",
+)
 
 MANIFEST: Final = "manifest.json"
 SPARE: Final = "spare"
@@ -21,7 +31,7 @@ LOCK: Final = "lock"
 USAGE: Final = "usage"
 
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-_CHUNK: Final = re.compile(r"((?:[0-9a-f]{2})+)-([0-9a-f]{8})\.akv")
+_CHUNK: Final = re.compile(r"((?:[0-9a-f]{2})+)-(0|[1-9a-f][0-9a-f]{0,7})\.akv")
 
 
 class ChunkPlace(NamedTuple):
@@ -41,20 +51,15 @@ def place_of(key: ChunkKey) -> ChunkPlace:
     digest = digest_of(key).hex()
     if not digest:
         raise UsageError(f"{len(key)} bytes are too few for a chunk key")
-    return ChunkPlace(namespace_of(key).hex(), digest[:2], f"{digest}-{depth_of(key):08x}.akv")
+    return ChunkPlace(namespace_of(key).hex(), digest[:2], f"{digest}-{depth_of(key):x}.akv")
 
 
 def key_of(place: ChunkPlace) -> ChunkKey | None:
     """Return the key whose chunk belongs at `place`, or None if no chunk does."""
     match = _CHUNK.fullmatch(place.name)
-    if match is None or not match[1].startswith(place.fan_out):
+    if match is None or match[1][:2] != place.fan_out:
         return None
-    return ChunkKey(bytes.fromhex(place.namespace + match[2] + match[1]))
-
-
-def namespace_dir(namespace_id: NamespaceId) -> str:
-    """Return the name of a namespace's directory."""
-    return namespace_id.hex()
+    return ChunkKey(bytes.fromhex(place.namespace + match[2].rjust(8, "0") + match[1]))
 
 
 def namespace_in(name: str) -> NamespaceId | None:

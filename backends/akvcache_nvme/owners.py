@@ -12,7 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class Owner:
 
 
 @contextmanager
-def _lock_of_dead(own: int) -> Iterator[bool]:
+def _lock_of_dead(own: int) -> Generator[bool, None, None]:
     """Take the lock in an owner's directory; yield whether that was possible, so the owner is dead."""
     try:
         handle = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)

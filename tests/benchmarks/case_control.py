@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from akvcache.chunking import FixedChunker
 from akvcache.connector import NullConnector
-from akvcache.keys import CacheNamespace, FixedChunker, KeySchema, RequestScope, canonical_tokens
+from akvcache.keys import CacheNamespace, KeySchema, RequestScope
 from akvcache.layout import KVLayout
+from akvcache.tokens import canonical_tokens
 
 from .engine_kit import opened
 from .measure import Row, Sample, Stopwatch, alternate, median_wall

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from akvcache import CacheEngine
 
 from .connectors import connect
 from .engine_kit import opened
-from .measure import GB, Case, Row, Sample, Stopwatch, alternate, median_cpu, speed_ratio, spread
+from .measure import GB, Case, Row, Sample, Stopwatch, alternate, median_cpu, median_wall, speed_ratio, spread
 from .memory import huge_buffer
 from .options import Options
-from .workload import CHUNK_TOKENS, LAYOUTS, TOKEN_BYTES, FlatKV, prompt
+from .workload import CHUNK_TOKENS, LAYOUTS, TOKEN_BYTES, FlatKV, prompt, spans
 
 TARGET = 0.8
 
@@ -44,7 +46,15 @@ async def _layout(layout: str, num_tokens: int, options: Options) -> list[Row]:
         plain = FlatKV(num_tokens, seed=5).data.reshape(-1)
         slots = huge_buffer(plain.size)
         # One order only: a retrieve needs the store before it.
-        cases = {"store": store, "retrieve": retrieve, "in": _memcpy(slots, plain), "out": _memcpy(plain, slots)}
+        chunks = [memoryview(chunk) for chunk in slots.reshape(-1, CHUNK_TOKENS * TOKEN_BYTES)]
+        cases = {
+            "store": store,
+            "retrieve": retrieve,
+            "in": _timed(lambda: np.copyto(slots, plain)),
+            "gather": _timed(lambda: connector.gather(store_kv, spans(num_tokens), chunks)),
+            "out": _timed(lambda: np.copyto(plain, slots)),
+            "scatter": _timed(lambda: connector.scatter(retrieve_kv, spans(num_tokens), chunks)),
+        }
         samples = await alternate(options.rounds, cases, rotate=False)
     assert destination.equals(source)
     size = num_tokens * TOKEN_BYTES / GB
@@ -52,12 +62,12 @@ async def _layout(layout: str, num_tokens: int, options: Options) -> list[Row]:
         Row(
             what=f"host tier {what}, {layout}, {num_tokens} tokens",
             measured=f"{spread(samples[what])}, {median_cpu(samples[what]) / size:.2f} CPU s/GB",
-            baseline=f"{spread(samples[copy])} memcpy",
+            baseline=f"{spread(samples[copy])} memcpy, {median_wall(samples[move]) * 1e3:.1f} connector alone",
             ratio=(ratio := speed_ratio(samples[what], samples[copy])),
             target=f">= {TARGET}",
             ok=ratio >= TARGET,
         )
-        for what, copy in (("store", "in"), ("retrieve", "out"))
+        for what, copy, move in (("store", "in", "gather"), ("retrieve", "out", "scatter"))
     ]
 
 
@@ -68,10 +78,10 @@ async def _store(engine: CacheEngine[object], tokens: list[int], kv: object) -> 
     return watch.sample
 
 
-def _memcpy(target: np.ndarray, source: np.ndarray) -> Case:
+def _timed(copy: Callable[[], object]) -> Case:
     async def case() -> Sample:
         with Stopwatch() as watch:
-            np.copyto(target, source)
+            copy()
         return watch.sample
 
     return case

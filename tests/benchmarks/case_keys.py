@@ -6,7 +6,9 @@ import hashlib
 
 import numpy as np
 
-from akvcache.keys import CacheNamespace, FixedChunker, KeySchema, RequestScope, canonical_tokens
+from akvcache.chunking import FixedChunker
+from akvcache.keys import CacheNamespace, KeySchema, RequestScope
+from akvcache.tokens import canonical_tokens
 
 from .connectors import FlatConnector
 from .measure import Case, Row, Sample, Stopwatch, alternate, median_wall, speed_ratio, spread

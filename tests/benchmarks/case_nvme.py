@@ -14,8 +14,10 @@ import numpy as np
 
 from akvcache import CacheEngine, frame
 from akvcache.backend import Backend, BackendContext
-from akvcache.keys import ChunkKey, FixedChunker, KeySchema, RequestScope, canonical_tokens
+from akvcache.chunking import FixedChunker
+from akvcache.keys import ChunkKey, KeySchema, RequestScope
 from akvcache.layout import KVLayout
+from akvcache.tokens import canonical_tokens
 
 from .connectors import FlatConnector, connect
 from .engine_kit import NAMESPACE, drop_host, make_nvme, opened
@@ -113,6 +115,7 @@ class BackendCases:
 
     async def _write(self, backend: Backend) -> Sample:
         pairs = list(zip(self._frames.keys, self._frames.buffers, strict=True))
+        backend.touch(self._frames.keys)  # a new request, so everything before it may leave
         with Stopwatch() as watch:
             await at_depth(
                 backend.capabilities.max_writes,

@@ -45,9 +45,18 @@ class KV(Protocol):
         ...
 
 
-def _noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    return np.frombuffer(generator.bytes(int(np.prod(shape))), dtype=np.uint8).reshape(shape).copy()
+def _memory(shape: tuple[int, ...], seed: int | None) -> np.ndarray:
+    """Return zeros or noise in memory as torch allocates it.
+
+    That is on 64 bytes; NumPy's own arrays begin 16 bytes into a page, which halves the speed of a copy into them.
+    """
+    memory = torch.zeros(shape, dtype=torch.uint8).numpy()
+    if seed is None:
+        memory.fill(0)  # touches the pages
+    else:
+        noise = np.random.default_rng(seed).bytes(memory.size)
+        np.copyto(memory, np.frombuffer(noise, dtype=np.uint8).reshape(shape))
+    return memory
 
 
 class FlatKV:
@@ -55,7 +64,7 @@ class FlatKV:
 
     def __init__(self, num_tokens: int, seed: int | None = None) -> None:
         shape = (2, LAYERS, num_tokens, ROW_BYTES)
-        self.data = np.zeros(shape, dtype=np.uint8) if seed is None else _noise(shape, seed)
+        self.data = _memory(shape, seed)
 
     def read(self, start: int, stop: int, out: np.ndarray) -> None:
         """See `KV.read`."""
@@ -82,7 +91,7 @@ class PagedKV:
         self.block_table = np.random.default_rng(7).permutation(blocks)
         shape = (blocks, BLOCK_TOKENS * ROW_BYTES)
         self.planes = [
-            [np.zeros(shape, np.uint8) if seed is None else _noise(shape, seed + 2 * layer + plane) for plane in (0, 1)]
+            [_memory(shape, None if seed is None else seed + 2 * layer + plane) for plane in (0, 1)]
             for layer in range(LAYERS)
         ]
 

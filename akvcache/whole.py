@@ -1,0 +1,51 @@
+"""Operations on the whole cache: flush, clear, other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from typing import TypeVar
+
+from akvcache.context import Context
+from akvcache.keys import KeySchema
+from akvcache.results import ClearResult, FlushResult, StopReason
+
+__all__ = ("clear", "flush", "set_weights_version")
+
+KV = TypeVar("KV")
+
+
+async def flush(context: Context[KV], timeout_s: float) -> FlushResult:
+    """See `CacheEngine.flush`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for queue in context.queues:
+                await queue.idle()
+    return FlushResult(pending_chunks=sum(queue.num_pending for queue in context.queues))
+
+
+async def clear(context: Context[KV], timeout_s: float) -> ClearResult:
+    """See `CacheEngine.clear`.
+
+    The epoch ends operations in flight; the host index hides its chunks at once; queued writes are given up; a key
+    whose write is running stays hidden until that write has ended and its entry is deleted.
+    """
+    context.epoch += 1
+    dropped = context.host.clear()
+    for queue in context.queues:
+        queue.clear(StopReason.CLEARED.value)
+    failed = [tier.name for tier in context.tiers if not await tier.clear(context.schema, timeout_s=timeout_s)]
+    return ClearResult(dropped_chunks=dropped, failed_tiers=failed)
+
+
+async def set_weights_version(context: Context[KV], weights_version: str) -> None:
+    """See `CacheEngine.set_weights_version`."""
+    old = context.schema
+    namespace = replace(old.namespace, weights_version=weights_version)
+    context.schema = KeySchema(namespace=namespace, layout=old.layout, chunker=old.chunker, algorithm=old.algorithm)
+    context.epoch += 1
+    context.host.clear()
+    for tier in context.tiers:
+        if tier.inactive is None:
+            await tier.attach(context.schema)

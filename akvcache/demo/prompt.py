@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from akvcache.demo.options import DEFAULT_PROMPT_TOKENS, BadValue, DemoOptions, default_document, one_line
+from akvcache.demo.options import DEFAULT_PROMPT_TOKENS, BadValue, DemoOptions, one_line
 
-__all__ = ("Prompt", "Tokenizer", "build_prompt", "load_tokenizer", "make_prompt", "read_document")
+__all__ = (
+    "Prompt",
+    "Tokenizer",
+    "build_prompt",
+    "check_chunks",
+    "context_tokens",
+    "load_tokenizer",
+    "prompt_limit",
+    "read_document",
+)
 
 INSTRUCTION: Final = "Read this document and answer the question at its end."
 
@@ -89,30 +98,42 @@ def context_tokens(folder: Path) -> int:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return int(config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadValue(f"config.json in {str(folder)!r} must give max_position_embeddings: {one_line(error)}") from error
+        raise BadValue(
+            f"config.json in {str(folder)!r} must give max_position_embeddings: {one_line(error)}"
+        ) from error
 
 
-def make_prompt(options: DemoOptions, folder: Path, tokenizer: Tokenizer) -> Prompt:
-    """Build the prompt that was asked for.
+def prompt_limit(options: DemoOptions, context: int) -> int:
+    """Return the longest prompt for a model with `context` positions.
 
     Raises:
-        BadValue: It does not fit into the model's context, or not one chunk of it could be kept.
+        BadValue: Prompt and answer do not fit.
     """
-    room = context_tokens(folder) - options.new_tokens
-    limit = options.prompt_tokens or max(1, min(DEFAULT_PROMPT_TOKENS, room))
+    room = context - options.new_tokens
+    if room < options.chunk_tokens + 1:
+        raise BadValue(
+            f"--new-tokens {options.new_tokens} and --chunk-tokens {options.chunk_tokens} must together be less than "
+            f"the model's context of {context} tokens"
+        )
+    limit = options.prompt_tokens or min(DEFAULT_PROMPT_TOKENS, room)
     if limit > room:
         raise BadValue(
-            f"--prompt-tokens {limit} with --new-tokens {options.new_tokens} must fit into the model's context "
-            f"of {room + options.new_tokens} tokens"
+            f"--prompt-tokens {limit} must be at most {room}: the model's context of {context} tokens "
+            f"less --new-tokens {options.new_tokens}"
         )
-    text = read_document(options.document or default_document())
-    prompt = build_prompt(tokenizer, text, options.question, limit)
-    if (len(prompt.tokens) - 1) // options.chunk_tokens < 1:
+    return limit
+
+
+def check_chunks(options: DemoOptions, prompt: Prompt) -> None:
+    """Check that the prompt has a whole chunk and a token to compute behind it.
+
+    Raises:
+        BadValue: It has not.
+    """
+    if len(prompt.tokens) <= options.chunk_tokens:
         raise BadValue(
-            f"--chunk-tokens {options.chunk_tokens} must be less than the {len(prompt.tokens)} tokens of the prompt, "
-            "so that there is a whole chunk to keep"
+            f"--chunk-tokens {options.chunk_tokens} must be less than the {len(prompt.tokens)} tokens of the prompt"
         )
-    return prompt
 
 
 def build_prompt(tokenizer: Tokenizer, document: str, question: str, limit: int) -> Prompt:

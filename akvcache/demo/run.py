@@ -7,18 +7,26 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 from akvcache.demo.messages import Event, Job, Report, Role
-from akvcache.demo.model import MODEL_NAME, prepare_model, quiet_transformers, require
-from akvcache.demo.options import BadValue, DemoError, DemoOptions
-from akvcache.demo.prompt import Prompt, load_tokenizer, make_prompt
+from akvcache.demo.model import MODEL_CONTEXT, MODEL_NAME, prepare_model, quiet_transformers, require
+from akvcache.demo.options import BadValue, DemoError, DemoOptions, default_document
+from akvcache.demo.prompt import (
+    Prompt,
+    build_prompt,
+    check_chunks,
+    context_tokens,
+    load_tokenizer,
+    prompt_limit,
+    read_document,
+)
 
-__all__ = ("DemoResult", "Progress", "run_demo")
+__all__ = ("DemoResult", "Progress", "Silent", "run_demo")
 
 NVME: Final = "nvme"
 STOP_S: Final = 5.0
@@ -42,6 +50,22 @@ class Progress(Protocol):
     def finish(self) -> None:
         """The last phase of the process is done."""
         ...
+
+
+class Silent:
+    """Says nothing."""
+
+    def process(self, title: str) -> None:
+        """See `Progress.process`."""
+
+    def phase(self, name: str, total: int) -> None:
+        """See `Progress.phase`."""
+
+    def step(self) -> None:
+        """See `Progress.step`."""
+
+    def finish(self) -> None:
+        """See `Progress.finish`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +140,12 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
     options.check()
     require("transformers")
     quiet_transformers()
+    limit = prompt_limit(options, context_tokens(options.model) if options.model else MODEL_CONTEXT)
+    document = read_document(options.document or default_document())
     folder = options.model or _prepare(options, progress)
     tokenizer = load_tokenizer(folder)
-    prompt = make_prompt(options, folder, tokenizer)
+    prompt = build_prompt(tokenizer, document, options.question, limit)
+    check_chunks(options, prompt)
     with _store_folder(options.store) as store:
         salt = secrets.token_hex(8)
 
@@ -191,7 +218,7 @@ def _problems(whole: int, first: Report, second: Report) -> list[str]:
 
 
 @contextmanager
-def _store_folder(store: Path | None) -> Iterator[Path]:
+def _store_folder(store: Path | None) -> Generator[Path]:
     if store is None:
         with tempfile.TemporaryDirectory(prefix="akvcache-demo-") as temporary:
             yield Path(temporary)

@@ -26,16 +26,14 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        decoder = model.get_decoder()
+        decoder = cast("Callable[[], object]", model.get_decoder)()
         self._layers = list(cast("Iterable[torch.nn.Module]", getattr(decoder, "layers", ())))
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype) -> ModelRunner:
         """Load a model folder."""
         load = cast("Callable[..., PreTrainedModel]", AutoModelForCausalLM.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
-        model = load(str(folder), dtype=dtype, local_files_only=True)
-        model.eval()
-        return cls(model)
+        return cls(load(str(folder), dtype=dtype, local_files_only=True))
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -67,7 +65,11 @@ class ModelRunner:
             cache: Grows by them.
             step: Called after every layer.
         """
-        hooks = [layer.register_forward_hook(lambda *_: step()) for layer in self._layers]
+
+        def layer_done(_layer: torch.nn.Module, _inputs: object, _output: object) -> None:
+            step()
+
+        hooks = [layer.register_forward_hook(layer_done) for layer in self._layers]
         try:
             return self._next(tokens, cache)
         finally:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 import torch
@@ -92,7 +92,9 @@ class Worker:
         namespace = namespace_for(runner.config, model=job.model_name, dtype=runner.dtype, weights=weights)
         kv = connector.empty(len(job.tokens) + job.new_tokens)
         config = self._config(connector)
-        async with CacheEngine.open(config, connector=connector, namespace=namespace, tracer=self._tracer) as engine:
+        async with CacheEngine[TensorKV].open(
+            config, connector=connector, namespace=namespace, tracer=self._tracer
+        ) as engine:
             await run_blocking(self._executor, runner.warm_up, kv)
             self._step()
             report = await self._answer(engine, runner, connector, kv)
@@ -189,7 +191,7 @@ def _digest(kv: TensorKV, num_tokens: int) -> str:
     for pair in kv:
         for tensor in pair:
             raw = tensor[:, :, :num_tokens].contiguous().view(torch.uint8)
-            digest.update(cast("memoryview", raw.numpy().data))
+            digest.update(raw.numpy().data)
     return digest.hexdigest()
 
 
@@ -218,7 +220,13 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - whatever went wrong becomes one line for the parent
         traceback.print_exc()
         code = error.exit_code if isinstance(error, DemoError) else 1
-        emit(Event(kind="error", message=f"{type(error).__name__}: {one_line(error)}" if code == 1 else str(error), exit_code=code))
+        emit(
+            Event(
+                kind="error",
+                message=f"{type(error).__name__}: {one_line(error)}" if code == 1 else str(error),
+                exit_code=code,
+            )
+        )
         return code
     emit(Event(kind="report", report=asdict(report)))
     return 0

@@ -168,12 +168,12 @@ class CacheDirectory:
             written = allocated(regular_stat(reservation.name, own))
             with self._made(place.namespace, place.fan_out) as parent:
                 first = stat_or_none(place.name, parent)
-                self.ledger.shrink(reservation.charge - written)
-                if first is not None:
+                if first is None:
+                    os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
+                else:
                     self._retire(reservation.name, own, written)
-                    return allocated(first)
-                os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
-                return written
+                self.ledger.shrink(reservation.charge - written)
+                return written if first is None else allocated(first)
 
     def abandon(self, reservation: Reservation) -> None:
         """Remove a file whose write failed.

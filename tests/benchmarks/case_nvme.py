@@ -149,7 +149,8 @@ class EngineCases:
         self._tokens: list[int] = []
 
     async def store(self) -> Sample:
-        """Store a new prompt until it is durable."""
+        """Store a new prompt until it is durable, into the files that the one before it leaves behind."""
+        await self._engine.clear()
         self._tokens = prompt(self._num_tokens, self._generator)
         with Stopwatch() as watch:
             kept = await self._engine.store(self._tokens, self._store_kv)
@@ -168,12 +169,13 @@ class EngineCases:
 
 @asynccontextmanager
 async def engine_cases(chunk_tokens: int, num_chunks: int, directory: Path) -> AsyncIterator[EngineCases]:
-    """Open an engine whose disk tier holds one prompt and has to evict it for the next."""
+    """Open an engine whose disk tier keeps the files of one cleared prompt for the next."""
     num_tokens = chunk_tokens * num_chunks
     source, destination = FlatKV(num_tokens, seed=14), FlatKV(num_tokens)
     connector, store_kv, retrieve_kv = connect(source, destination)
     frame_bytes = frame.frame_bytes(connector.layout.payload_bytes(chunk_tokens))
-    tier = make_nvme(directory, num_chunks * frame_bytes + SLACK)
+    spares = num_chunks * frame_bytes + SLACK
+    tier = make_nvme(directory, 4 * spares, "&recycle=0.25")
     async with opened(connector, chunk_tokens=chunk_tokens, num_chunks=num_chunks, tiers=[tier]) as engine:
         yield EngineCases(engine, num_tokens, store_kv, retrieve_kv)
     assert destination.equals(source)

@@ -181,9 +181,9 @@ class TestIndex:
 
     def test_attaching_again_changes_no_rank(self) -> None:
         index = ChunkIndex()
-        assert index.attach(make_namespace_id()) == ()
+        assert not index.attach(make_namespace_id())
         index.add(make_keys(1)[0], 1)
-        assert index.attach(make_namespace_id()) == ()
+        assert not index.attach(make_namespace_id())
 
     def test_learning_what_is_known_changes_nothing(self) -> None:
         index = ChunkIndex()

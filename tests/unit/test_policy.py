@@ -173,6 +173,7 @@ def test_slru_protects_nothing_for_ever() -> None:
         for number in range(8):
             store(policy, make_keys(1, label=f"new {number}"), 10)
             store(policy, make_keys(1, label=f"new {number}"), 10)
+    store(policy, make_keys(2, label="once"), 10)
     assert not set(old) & set(order(policy))
 
 
@@ -191,6 +192,17 @@ def test_slru_gives_the_tail_of_a_protected_prefix_back_first() -> None:
     policy.touch(A)
     request(policy, [B[0]])
     assert order(policy) == [A[3], B[0], A[2], A[1], A[0]]
+
+
+def test_slru_never_eats_a_protected_head_either() -> None:
+    policy = SegmentedLruPolicy(10)
+    fill_twice(policy, 2)
+    request(policy, B)
+    request(policy, A)
+    policy.touch(A)
+    newcomer = make_keys(5, label="a")[4]
+    older = [key for key in order(policy) if key not in A and key not in B]
+    assert list(policy.victims(9, lambda key: key not in B, newcomer=newcomer)) == older
 
 
 def test_slru_with_room_for_one() -> None:

@@ -25,7 +25,7 @@ _log = logging.getLogger("akvcache")
 async def lookup(context: Context[KV], request: Request, lease_s: float | None) -> LookupResult:
     """Find the longest cached prefix."""
     run = request.run
-    with context.telemetry.request(names.LOOKUP, request.num_tokens) as span:
+    with context.telemetry.request(names.LOOKUP, request.num_tokens, request.keyed) as span:
         plan = await context.plan(run, context.config.lookup_deadline_s)
         count = len(plan.sources)
         lease = None
@@ -42,7 +42,7 @@ async def retrieve(
 ) -> RetrieveResult:
     """Stream the longest cached prefix into `kv`; `mask` is all False and becomes the result's."""
     run, first = request.run, request.first
-    with context.telemetry.request(names.RETRIEVE, request.num_tokens) as span:
+    with context.telemetry.request(names.RETRIEVE, request.num_tokens, request.keyed) as span:
         plan, loader = await plan_loading(context, request, budget, names.RETRIEVE)
         done = await loader.into(kv)
         for tier, phase in done.reads.items():
@@ -65,7 +65,7 @@ async def retrieve(
 async def store(context: Context[KV], request: Request, kv: KV, budget: Budget) -> StoreResult:
     """Keep what is missing of a prompt."""
     run, first = request.run, request.first
-    with context.telemetry.request(names.STORE, request.num_tokens) as span:
+    with context.telemetry.request(names.STORE, request.num_tokens, request.keyed) as span:
         done = await store_run(context, run, first, kv, budget, span.get_span_context())
         context.telemetry.phase(names.STORE, names.LEASE, done.lease)
         context.telemetry.phase(names.STORE, names.D2H, done.d2h)
@@ -87,7 +87,7 @@ async def store(context: Context[KV], request: Request, kv: KV, budget: Budget) 
 async def prefetch(context: Context[KV], request: Request, budget: Budget) -> PrefetchResult:
     """Bring the longest cached prefix into host memory."""
     run = request.run
-    with context.telemetry.request(names.PREFETCH, request.num_tokens) as span:
+    with context.telemetry.request(names.PREFETCH, request.num_tokens, request.keyed) as span:
         plan, loader = await plan_loading(context, request, budget, names.PREFETCH)
         done = await loader.into_host()
         for tier, phase in done.reads.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from akvcache.errors import UsageError
 from akvcache.keys import ChunkRun, KeySchema, RequestScope
 from akvcache.results import StopReason
 from akvcache.supervision import run_blocking
+from akvcache.telemetry import Phase
 from akvcache.tokens import Mask, TokenSequence, canonical_tokens, masked_head
 
 __all__ = ("Request", "prepare", "without_keys")
@@ -27,12 +28,14 @@ class Request:
         run: Its chunks.
         first: Index of the first chunk behind the mask's head.
         stopped: The gate that is closed, if any.
+        keyed: When the prompt was keyed, and how long that took.
     """
 
     num_tokens: int
     run: ChunkRun
     first: int = 0
     stopped: StopReason | None = None
+    keyed: Phase = field(default_factory=Phase)
 
 
 async def prepare(
@@ -43,10 +46,12 @@ async def prepare(
     Raises:
         UsageError: One of them is not valid.
     """
-    if hasattr(tokens, "__len__") and len(tokens) > KEYS_ON_LOOP:
-        num_tokens, run = await run_blocking(executor, _keyed, schema, tokens, scope)
-    else:
-        num_tokens, run = _keyed(schema, tokens, scope)
+    keyed = Phase()
+    with keyed.piece():
+        if hasattr(tokens, "__len__") and len(tokens) > KEYS_ON_LOOP:
+            num_tokens, run = await run_blocking(executor, _key, schema, tokens, scope)
+        else:
+            num_tokens, run = _key(schema, tokens, scope)
     head = masked_head(mask, num_tokens)
     first = next((index for index, stop in enumerate(run.stops) if stop > head), len(run.keys))
     below = run.tokens_before(first)
@@ -55,7 +60,7 @@ async def prepare(
             f"mask begins with {head} False, which is not the end of a chunk; the nearest below is {below} "
             f"(chunker {schema.chunker.name})"
         )
-    return Request(num_tokens=num_tokens, run=run, first=first)
+    return Request(num_tokens=num_tokens, run=run, first=first, keyed=keyed)
 
 
 def without_keys(tokens: TokenSequence, mask: Mask | None) -> Request:
@@ -65,6 +70,6 @@ def without_keys(tokens: TokenSequence, mask: Mask | None) -> Request:
     return Request(num_tokens=num_tokens, run=ChunkRun((), ()), stopped=StopReason.UNHEALTHY)
 
 
-def _keyed(schema: KeySchema, tokens: TokenSequence, scope: RequestScope) -> tuple[int, ChunkRun]:
+def _key(schema: KeySchema, tokens: TokenSequence, scope: RequestScope) -> tuple[int, ChunkRun]:
     canonical = canonical_tokens(tokens)
     return len(canonical) // 4, schema.run(canonical, scope)

@@ -121,10 +121,13 @@ class Telemetry:
         )
 
     @contextmanager
-    def request(self, name: str, total_tokens: int) -> Generator[Span]:
-        """Open the span of one call under the caller's current context."""
-        with self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False) as span:
+    def request(self, name: str, total_tokens: int, keyed: Phase) -> Generator[Span]:
+        """Open the span of one call under the caller's current context; it begins with the keying of the prompt."""
+        with self._tracer.start_as_current_span(
+            name, start_time=keyed.first_ns or None, record_exception=False, set_status_on_exception=False
+        ) as span:
             span.set_attribute(names.TOKENS_TOTAL, total_tokens)
+            self.phase(name, names.KEYS, keyed)
             try:
                 yield span
             except BaseException as error:

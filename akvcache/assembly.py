@@ -161,7 +161,7 @@ async def dismantle(context: Context[KV]) -> None:
         pass
     for queue in context.queues:
         if queue.num_pending:
-            dropped = queue.clear("closed")
+            dropped = queue.drop_queued("closed")
             _log.warning(
                 "tier %s: closed with %d writes given up and %d unfinished", queue.tier.name, dropped, queue.num_pending
             )

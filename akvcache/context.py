@@ -85,13 +85,21 @@ class Context(Generic[KV]):
             found[tier.name] = await tier.contains(keys, timeout_s=timeout_s)
         return found
 
-    async def plan(self, run: ChunkRun, timeout_s: float, *, first: int = 0) -> Plan:
+    async def plan(
+        self, run: ChunkRun, in_host: Callable[[ChunkKey], object | None], timeout_s: float, *, first: int = 0
+    ) -> Plan:
         """Return the longest cached run of chunks from `first` on.
 
         The lower tiers are asked for what is not in host memory only, so a prefix in host memory costs no I/O.
+
+        Args:
+            run: The prompt's chunks.
+            in_host: What counts as being in host memory: `HostTier.resident` or `HostTier.expected`.
+            timeout_s: Longest wait for the tiers.
+            first: Index of the first chunk wanted.
         """
         part = ChunkRun(run.keys[first:], [stop - run.tokens_before(first) for stop in run.stops[first:]])
-        host = [self.host.resident(key) is not None or self.host.filling(key) is not None for key in part.keys]
+        host = [in_host(key) is not None for key in part.keys]
         presence: dict[str, Sequence[bool]] = {HOST: host}
         if not all(host):
             gap = host.index(False)

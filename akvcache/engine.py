@@ -173,7 +173,8 @@ class CacheEngine(Generic[KV]):
         Cancellation:
             Waits for a running device copy; nothing writes into `kv` afterwards.
         """
-        request = await self._request(tokens, scope, mask, kv)
+        request = await self._request(tokens, scope, mask)
+        self._check_kv(kv, request.num_tokens)
         self._check_lease(lease)
         empty = torch.zeros(request.num_tokens, dtype=torch.bool)
         if request.stopped is not None:
@@ -212,7 +213,8 @@ class CacheEngine(Generic[KV]):
         Cancellation:
             Waits for a running device copy; nothing reads `kv` afterwards. Chunks copied so far stay cached.
         """
-        request = await self._request(tokens, scope, mask, kv)
+        request = await self._request(tokens, scope, mask)
+        self._check_kv(kv, request.num_tokens)
         stopped = request.stopped
         if stopped is None and self._frozen:
             stopped = StopReason.FROZEN
@@ -320,23 +322,23 @@ class CacheEngine(Generic[KV]):
         if lease is not None and context is not None and not lease.belongs_to(context.host):
             raise UsageError(f"{lease!r} was granted by another engine")
 
+    def _check_kv(self, kv: KV, num_tokens: int) -> None:
+        if self._context_or_none is not None:
+            self._context_or_none.connector.check(kv, num_tokens)
+
     @staticmethod
     def _budget(deadline_s: float | None, default_s: float) -> Budget:
         if deadline_s is not None and not deadline_s >= 0:
             raise UsageError(f"deadline_s must be a number of seconds, at least 0, got {deadline_s!r}")
         return Budget(default_s if deadline_s is None else deadline_s)
 
-    async def _request(
-        self, tokens: TokenSequence, scope: RequestScope, mask: Mask | None, kv: KV | None = None
-    ) -> Request:
+    async def _request(self, tokens: TokenSequence, scope: RequestScope, mask: Mask | None) -> Request:
         """Validate a call, then ask the gates in order: init failed, unhealthy, passive, too short."""
         self._check_usable()
         context = self._context_or_none
         if context is None:
             return without_keys(tokens, mask)
         request = await prepare(context.schema, context.executor, tokens, scope, mask)
-        if kv is not None:
-            context.connector.check(kv, request.num_tokens)
         if self._degraded is not None:
             return replace(request, stopped=StopReason.UNHEALTHY)
         if self._config.passive:

@@ -153,6 +153,11 @@ class HostTier:
         """Return the visible entry of `key`, or None."""
         return self.index.resident(key)
 
+    def expected(self, key: ChunkKey) -> Entry | None:
+        """Return the entry of `key`, visible or being filled, or None."""
+        filling = self._filling.get(key)
+        return self.index.resident(key) if filling is None else filling[0]
+
     def filling(self, key: ChunkKey) -> tuple[Entry, Arrival] | None:
         """Return the entry being filled for `key` and its arrival; hold the entry, never cancel the arrival."""
         return self._filling.get(key)
@@ -244,5 +249,8 @@ class HostTier:
         for lease in list(self._leases):
             lease.release()
         count = self.index.clear()
+        for _, arrival in self._filling.values():
+            arrival.set_result(StopReason.CLEARED)
+        self._filling.clear()
         self._changed()
         return count

@@ -251,7 +251,7 @@ async def plan_loading(context: Context[KV], request: Request, budget: Budget, o
     phase = Phase()
     with phase.piece():
         limit = min(budget.left_s, context.config.lookup_deadline_s)
-        plan = await context.plan(request.run, limit, first=request.first)
+        plan = await context.plan(request.run, context.host.expected, limit, first=request.first)
     context.telemetry.phase(op, names.PLAN, phase)
     for tier in context.tiers:
         tier.touch(request.run.keys[: request.first + len(plan.sources)])

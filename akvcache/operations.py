@@ -26,7 +26,7 @@ async def lookup(context: Context[KV], request: Request, lease_s: float | None) 
     """Find the longest cached prefix."""
     run = request.run
     with context.telemetry.request(names.LOOKUP, request.num_tokens, request.keyed) as span:
-        plan = await context.plan(run, context.config.lookup_deadline_s)
+        plan = await context.plan(run, context.host.resident, context.config.lookup_deadline_s)
         count = len(plan.sources)
         lease = None
         if lease_s is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from akvcache.host import HostLease
 
 __all__ = (
+    "NO_TIERS",
     "ClearResult",
     "DurableResult",
     "FlushResult",

@@ -49,6 +49,8 @@ class Storing:
     @property
     def reached(self) -> int:
         """Index behind the longest prefix that is cached now."""
+        if self.stopped is StopReason.CLEARED:
+            return 0
         return self.done if self.head is None else self.head
 
 

@@ -184,6 +184,10 @@ class CircuitBreaker:
         """Record a call that worked."""
         self._failed, self._opened_at, self._probing = 0, None, False
 
+    def undecided(self) -> None:
+        """Record a call that proved nothing; a probe it may have been is given back."""
+        self._probing = False
+
     def failed(self) -> None:
         """Record a call that did not."""
         self._failed += 1

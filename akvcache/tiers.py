@@ -191,6 +191,9 @@ class Tier:
             await asyncio.wait([task], timeout=timeout_s)
             if not task.done():
                 kind, late = OutcomeKind.TIMEOUT, task
+                if timeout_s < min(self._config.lookup_deadline_s, self._config.io_timeout_s):
+                    self.breaker.undecided()  # the caller's own deadline was short: no fault of the tier
+                    break
                 self.breaker.failed()
                 self._log("tier %s: %s took longer than %.1f s", op, timeout_s)
                 break

@@ -34,7 +34,8 @@ async def clear(context: Context[KV], timeout_s: float) -> ClearResult:
     context.epoch += 1
     dropped = context.host.clear()
     for queue in context.queues:
-        queue.clear(StopReason.CLEARED.value)
+        queue.drop_queued(StopReason.CLEARED.value)
+        queue.disown_running()
     failed = [tier.name for tier in context.tiers if not await tier.clear(context.schema, timeout_s=timeout_s)]
     return ClearResult(dropped_chunks=dropped, failed_tiers=failed)
 

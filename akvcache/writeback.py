@@ -190,17 +190,20 @@ class WriteQueue:
         while self._pending:
             await self.settled(list(self._pending))
 
-    def clear(self, reason: str) -> int:
-        """Give up queued writes and disown running ones, whose keys the tier hides; return how many were given up."""
+    def drop_queued(self, reason: str) -> int:
+        """Give up writes that have not begun; return how many."""
         dropped = list(self._queue)
         self._queue.clear()
         for item in dropped:
             self._finish(item, failed=reason)
         if dropped:
             self._telemetry.write_dropped(self.tier.name, reason, len(dropped))
+        return len(dropped)
+
+    def disown_running(self) -> None:
+        """Have the tier hide what is being written now, and delete it when it is."""
         for key, item in self._pending.items():
             self.tier.doom(key, item.done)
-        return len(dropped)
 
     # -- workers -------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from akvcache_nvme import DirectMode, NvmeBackend
+
 from akvcache.backend import BackendContext
 from akvcache.frame import frame_bytes, verify
 from akvcache.keys import ChunkKey
 from akvcache.testing import aligned_buffer, make_frame, make_keys, make_namespace_id, make_payload
-from akvcache_nvme import DirectMode, NvmeBackend
 
 __all__ = (
     "FRAME",

@@ -21,7 +21,7 @@ from akvcache.supervision import run_blocking
 
 from .directory import CacheDirectory, Found, Reservation
 from .files import ABSENT
-from .index import ChunkIndex
+from .index import ChunkIndex, Victim
 from .recovery import Census
 
 __all__ = ("BATCH", "RoomKeeper")
@@ -96,7 +96,7 @@ class RoomKeeper:
         while room is None:
             victim = self._index.claim(self.is_protected, key)
             if victim is not None:
-                room = await self._recycle(victim.key, victim.allocated_bytes, size)
+                room = await self._recycle(victim, key, size)
             elif self._unknown() >= self._unknown_bytes + size:
                 await self.census()
                 room = await run_blocking(self._executor, self._files.reserve, key, size)
@@ -119,14 +119,14 @@ class RoomKeeper:
         if victim is not None:
             self.evictions += await run_blocking(self._executor, self._files.evict, [victim.key])
 
-    async def _recycle(self, victim: ChunkKey, nbytes: int, size: int) -> Reservation | None:
+    async def _recycle(self, victim: Victim, key: ChunkKey, size: int) -> Reservation | Found | None:
         try:
-            room = await run_blocking(self._executor, self._files.recycle, victim, size)
+            room = await run_blocking(self._executor, self._files.recycle, victim.key, size)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
-            await self.doubt(nbytes)
-            return None
+            await self.doubt(victim.allocated_bytes)
+            return await run_blocking(self._executor, self._files.reserve, key, size)
         self.evictions += 1
         return room
 

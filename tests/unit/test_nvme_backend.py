@@ -10,12 +10,12 @@ import stat
 from pathlib import Path
 
 import pytest
+from akvcache_nvme import DirectMode, NvmeBackend
 
 from akvcache.backend import BackendContext
 from akvcache.errors import BackendUnavailable, CapacityExhausted, ConfigurationError, UsageError
 from akvcache.keys import ChunkKey
 from akvcache.testing import aligned_buffer, make_frame, make_namespace_id, make_payload
-from akvcache_nvme import DirectMode, NvmeBackend
 from tests.nvme_kit import (
     FRAME,
     PAYLOAD,
@@ -304,10 +304,7 @@ class TestRecovery:
         async with opened(tmp_path) as backend:
             assert backend.statistics().entries == 2
             assert backend.statistics().used_bytes == allocated_below(tmp_path)
-            assert [r.message for r in caplog.records if "names that are not ours" in r.message] == [
-                f"{tmp_path} holds 4 names that are not ours and 0 directories that cannot be read; "
-                "they count against the capacity as far as they can be seen"
-            ]
+            assert caplog.text.count("holds 4 names that are not ours and 0 directories that cannot be read") == 1
             assert {chunk.key async for chunk in backend.scan(make_namespace_id())} == set(prompt("a", 2))
         assert all(path.exists() for path in strangers)
 
@@ -320,7 +317,7 @@ class TestRecovery:
             assert not path_of(tmp_path, key).parent.exists()
             path_of(tmp_path, key).parent.mkdir()
         async with opened(tmp_path, namespaces=("two",)) as backend:
-            assert {path.name for path in tmp_path.iterdir()} == {
+            assert set(os.listdir(tmp_path)) == {
                 "tmp",
                 "spare",
                 "usage",
@@ -428,7 +425,7 @@ class TestSharing:
             assert await get(late, prompt(129)[0])
             assert late.statistics().evictions >= 30
             assert await holds(one, [key for label in range(30) for key in prompt(label)]) == [False] * 30
-            assert one.statistics().entries == 0
+            assert one.statistics().entries == len(chunk_files(tmp_path)), "what is gone was found out"
             await put(one, prompt("again"))
             assert one.statistics().used_bytes == allocated_below(tmp_path)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import string
 
 import pytest
-
-from akvcache.errors import ConfigurationError, UsageError
-from akvcache.keys import ChunkKey
-from akvcache.testing import make_keys, make_namespace_id
 from akvcache_nvme import DirectMode, NvmeBackend
 from akvcache_nvme.index import ChunkIndex
 from akvcache_nvme.manifest import difference
 from akvcache_nvme.names import ChunkPlace, key_of, namespace_in, place_of
 from akvcache_nvme.options import NvmeOptions
+
+from akvcache.errors import ConfigurationError, UsageError
+from akvcache.keys import ChunkKey
+from akvcache.testing import make_keys, make_namespace_id
 
 
 class TestNames:
@@ -97,9 +97,10 @@ class TestOptions:
             NvmeBackend("/c", capacity_bytes=capacity, threads=threads, recycle_share=recycle)
 
 
-class TestManifestDifference:
-    OURS = {"model": "m", "chunker": "fixed:256", "hash": "sha256", "layout": "aa", "key_schema": 1}
+OURS: dict[str, object] = {"model": "m", "chunker": "fixed:256", "hash": "sha256", "layout": "aa", "key_schema": 1}
 
+
+class TestManifestDifference:
     @pytest.mark.parametrize(
         ("theirs", "message"),
         [
@@ -109,11 +110,11 @@ class TestManifestDifference:
         ],
     )
     def test_another_way_of_cutting_is_named(self, theirs: dict[str, object], message: str) -> None:
-        assert difference(self.OURS, self.OURS | theirs) == message
+        assert difference(OURS, OURS | theirs) == message
 
     @pytest.mark.parametrize("theirs", [{}, {"weights_version": "2"}, {"model": "n", "chunker": "fixed:1"}])
     def test_another_model_or_weights_is_no_surprise(self, theirs: dict[str, object]) -> None:
-        assert difference(self.OURS, self.OURS | theirs) is None
+        assert difference(OURS, OURS | theirs) is None
 
     def test_an_unnamed_model_is_compared_with_nothing(self) -> None:
         assert difference({"chunker": "a"}, {"chunker": "b"}) is None

@@ -34,15 +34,25 @@ class HostLease:
     An async context manager. Ends by `release` (idempotent) or when its time is over, whichever is first.
 
     Attributes:
+        entries: Those of its chunks that it holds in host memory.
         owner: Unique name, for logs.
         deadline: When it expires, on the engine's clock.
         tokens: Tokens of the prefix it protects; less than the hit when too much of the pool is leased already.
     """
 
-    def __init__(self, host: HostTier, hold: Hold, keys: Sequence[ChunkKey], tokens: int, deadline: float) -> None:
+    def __init__(
+        self,
+        host: HostTier,
+        hold: Hold,
+        entries: Sequence[Entry],
+        keys: Sequence[ChunkKey],
+        tokens: int,
+        deadline: float,
+    ) -> None:
         self._host = host
         self._hold = hold
         self._keys = keys
+        self.entries = entries
         self.deadline = deadline
         self._live = True
         self.owner = hold.owner
@@ -107,6 +117,7 @@ class HostTier:
         self._leases: set[HostLease] = set()
         self._next_expiry = math.inf
         self._protected: Counter[ChunkKey] = Counter()
+        self._leased: Counter[Entry] = Counter()
         self._serial = itertools.count(1)
         self._timers: dict[HostLease, asyncio.TimerHandle] = {}
         pool.bind(self)
@@ -203,18 +214,21 @@ class HostTier:
         """
         hold = self.hold("lease")
         self.expire()
-        spare = self.pool.num_free + self.index.reclaimable - self.reserve
+        room = self.pool.num_slots - self.reserve
+        entries: list[Entry] = []
         covered = 0
         for key, holders in zip(keys, sources, strict=True):
             entry = self.index.resident(key)
-            if entry is not None and (entry.holds or spare > 0):
-                spare -= not entry.holds
+            if entry is not None and (entry in self._leased or len(self._leased) < room):
+                self._leased[entry] += 1
+                entries.append(entry)
                 hold.add(entry)
             elif not any(name != HOST for name in holders):
                 break
             self._protected[key] += 1
             covered += 1
-        lease = HostLease(self, hold, keys[:covered], stops[covered - 1] if covered else 0, self.now() + seconds)
+        tokens = stops[covered - 1] if covered else 0
+        lease = HostLease(self, hold, entries, keys[:covered], tokens, self.now() + seconds)
         self._leases.add(lease)
         self._next_expiry = min(self._next_expiry, self.now() + seconds)
         self._timers[lease] = asyncio.get_running_loop().call_later(seconds, self.expire)
@@ -241,6 +255,10 @@ class HostTier:
             self._protected[key] -= 1
             if not self._protected[key]:
                 del self._protected[key]
+        for entry in lease.entries:
+            self._leased[entry] -= 1
+            if not self._leased[entry]:
+                del self._leased[entry]
 
     # -- all -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from akvcache.keys import ChunkRun
 
-__all__ = ("HOST", "Plan", "delivered", "plan_prefix")
+__all__ = ("HOST", "Plan", "plan_prefix")
 
 HOST: Final = "host"
 
@@ -48,11 +48,3 @@ def plan_prefix(run: ChunkRun, presence: Mapping[str, Sequence[bool]]) -> Plan:
         by_tier[holders[0]] = by_tier.get(holders[0], 0) + stop - start
         sources.append(holders)
     return Plan(sources=sources, hit_tokens=run.tokens_before(len(sources)), by_tier=by_tier)
-
-
-def delivered(outcomes: Sequence[bool]) -> int:
-    """Return how many leading chunks succeeded: everything after the earliest failure is worthless."""
-    for index, succeeded in enumerate(outcomes):
-        if not succeeded:
-            return index
-    return len(outcomes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import enum
 import logging
 import threading
@@ -49,13 +50,13 @@ async def settle(future: asyncio.Future[T], timeout_s: float | None = None) -> N
 
 
 async def run_blocking(executor: Executor, function: Callable[..., T], *args: object) -> T:
-    """Run a blocking call on `executor`.
+    """Run a blocking call on `executor`, in the caller's context: its spans keep their parent there.
 
     Cancellation:
         A call that has not started is dropped. A running one cannot be stopped: this waits for it to end, then
         raises, so that no buffer is reused under a live thread.
     """
-    pending = executor.submit(function, *args)
+    pending = executor.submit(contextvars.copy_context().run, function, *args)
     future = asyncio.wrap_future(pending)
     try:
         return await asyncio.shield(future)

@@ -36,6 +36,7 @@ class EventWaiter:
     def watch(self, event: DeviceEvent) -> Future[None]:
         """Return a future that ends when `event` has happened, or fails if the event does."""
         future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a waiter that gives up must not cancel it under the thread
         with self._changed:
             if self._closed:
                 raise TransferError("the engine is closing")
@@ -47,16 +48,10 @@ class EventWaiter:
         return future
 
     def close(self) -> None:
-        """Stop the thread; events still pending fail."""
+        """Tell the thread to fail what is pending and end; does not wait for it."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
-        for _, future in self._pending:
-            if not future.done():
-                future.set_exception(TransferError("the engine closed before the device finished"))
-        self._pending.clear()
 
     def _run(self) -> None:
         while True:
@@ -64,6 +59,8 @@ class EventWaiter:
                 while not self._pending and not self._closed:
                     self._changed.wait()
                 if self._closed:
+                    for _, future in self._pending:
+                        future.set_exception(TransferError("the engine closed before the device finished"))
                     return
                 self._pending = [item for item in self._pending if not self._ended(*item)]
             time.sleep(POLL_S)
@@ -120,5 +117,5 @@ class Transfer(Generic[KV]):
             raise TransferError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Stop the waiter thread. Blocking for at most a few seconds; run it off the loop."""
+        """Stop the waiter thread; never blocks."""
         self._waiter.close()

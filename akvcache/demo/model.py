@@ -5,11 +5,12 @@ The package carries the model as a quantised GGUF file. It is never imported: it
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,15 @@ from typing import Final, Protocol, cast
 
 from akvcache.demo.options import BadValue, one_line
 
-__all__ = ("MODEL_CONTEXT", "MODEL_NAME", "prepare_model", "quiet_transformers", "require")
+__all__ = (
+    "MODEL_CONTEXT",
+    "MODEL_NAME",
+    "is_prepared",
+    "model_folder",
+    "prepare_model",
+    "quiet_transformers",
+    "require",
+)
 
 MODEL_NAME: Final = "SmolLM2-135M-Instruct"
 MODEL_CONTEXT: Final = 8192
@@ -60,11 +69,8 @@ def require(*modules: str) -> None:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers off the network and off the terminal. Call before it is imported."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1"
-    )
-    importlib.import_module("transformers.utils.logging").disable_progress_bar()
+    """Keep transformers, here and in child processes, off the network and quiet. Call before it is imported."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 
 
 def prepare_model(cache_dir: Path, converting: Callable[[], None]) -> Path:
@@ -77,8 +83,8 @@ def prepare_model(cache_dir: Path, converting: Callable[[], None]) -> Path:
     Raises:
         BadValue: The folder cannot be written, or the package with the weights is missing.
     """
-    folder = cache_dir / f"{MODEL_NAME.lower()}-{WEIGHTS_VERSION}"
-    if _complete(folder):
+    folder = model_folder(cache_dir)
+    if is_prepared(folder):
         return folder
     source = _gguf_file()
     require("transformers", "gguf", "accelerate")
@@ -90,13 +96,19 @@ def prepare_model(cache_dir: Path, converting: Callable[[], None]) -> Path:
     # One converts, the others wait and find the result; whatever a killed one left behind is swept by the next.
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _complete(folder):
+        if not is_prepared(folder):
             converting()
             _convert_into(folder, source)
     return folder
 
 
-def _complete(folder: Path) -> bool:
+def model_folder(cache_dir: Path) -> Path:
+    """Return where the converted model belongs."""
+    return cache_dir / f"{MODEL_NAME.lower()}-{WEIGHTS_VERSION}"
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether a converted model is there."""
     return all((folder / name).is_file() for name in FILES)
 
 
@@ -118,7 +130,8 @@ def _convert_into(folder: Path, source: Path) -> None:
         for leftover in (partial, folder):
             if leftover.exists():
                 shutil.rmtree(leftover)
-        _convert(source, partial)
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of its own
+            _convert(source, partial)
         partial.rename(folder)
     except (OSError, ValueError, RuntimeError) as error:
         raise BadValue(f"cannot convert {source.name} into {str(folder)!r}: {one_line(error)}") from error
@@ -127,7 +140,6 @@ def _convert_into(folder: Path, source: Path) -> None:
 
 
 def _convert(source: Path, target: Path) -> None:
-    quiet_transformers()
     transformers = importlib.import_module("transformers")
     tokenizers = cast("_FromGguf", transformers.AutoTokenizer)
     models = cast("_FromGguf", transformers.AutoModelForCausalLM)
@@ -139,5 +151,3 @@ def _convert(source: Path, target: Path) -> None:
         delattr(model.config, "quantization_config")
     model.save_pretrained(str(target))
     tokenizer.save_pretrained(str(target))
-    del model
-    gc.collect()

@@ -9,11 +9,11 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from akvcache.demo.messages import Event, Job, Report, Role
+from akvcache.demo.messages import Event, Job, Report
 from akvcache.demo.model import MODEL_CONTEXT, MODEL_NAME, prepare_model, quiet_transformers, require
 from akvcache.demo.options import BadValue, DemoError, DemoOptions, default_document
 from akvcache.demo.prompt import (
@@ -142,41 +142,37 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
     quiet_transformers()
     limit = prompt_limit(options, context_tokens(options.model) if options.model else MODEL_CONTEXT)
     document = read_document(options.document or default_document())
-    folder = options.model or _prepare(options, progress)
-    tokenizer = load_tokenizer(folder)
-    prompt = build_prompt(tokenizer, document, options.question, limit)
-    check_chunks(options, prompt)
     with _store_folder(options.store) as store:
-        salt = secrets.token_hex(8)
-
-        def job(role: Role) -> Job:
-            return Job(
-                role=role,
-                model_folder=str(folder),
-                model_name=folder.resolve().name if options.model else MODEL_NAME,
-                dtype=options.dtype,
-                tokens=list(prompt.tokens),
-                chunk_tokens=options.chunk_tokens,
-                new_tokens=options.new_tokens,
-                store=str(store),
-                salt=salt,
-            )
-
+        folder = options.model or _prepare(options, progress)
+        tokenizer = load_tokenizer(folder)
+        prompt = build_prompt(tokenizer, document, options.question, limit)
+        check_chunks(options, prompt)
+        job = Job(
+            role="first",
+            model_folder=str(folder),
+            model_name=folder.resolve().name if options.model else MODEL_NAME,
+            dtype=options.dtype,
+            tokens=list(prompt.tokens),
+            chunk_tokens=options.chunk_tokens,
+            new_tokens=options.new_tokens,
+            store=str(store),
+            salt=secrets.token_hex(8),
+        )
         progress.process("first process: nothing is cached")
-        first = _run_process(job("first"), progress)
+        first = _run_process(job, progress)
         progress.process("second process: the prompt is on NVMe")
-        second = _run_process(job("second"), progress)
+        second = _run_process(replace(job, role="second"), progress)
     return DemoResult(
-        model=job("first").model_name,
+        model=job.model_name,
         dtype=options.dtype,
         prompt_tokens=len(prompt.tokens),
         chunk_tokens=options.chunk_tokens,
-        full_chunks=job("first").whole_chunk_tokens // options.chunk_tokens,
+        full_chunks=job.whole_chunk_tokens // options.chunk_tokens,
         first=first,
         second=second,
         answer=tokenizer.decode(second.generated, skip_special_tokens=True).strip(),
         notes=_notes(options, prompt),
-        problems=_problems(job("first").whole_chunk_tokens, first, second),
+        problems=_problems(job.whole_chunk_tokens, first, second),
     )
 
 
@@ -257,7 +253,6 @@ def _run_process(job: Job, progress: Progress) -> Report:
             errors.seek(0)
             last = [line.strip() for line in errors if line.strip()][-1:]
             raise DemoError(f"the {job.role} process ended early, exit code {worker.returncode}: {' '.join(last)}")
-    progress.finish()
     return report
 
 
@@ -274,6 +269,7 @@ def _converse(worker: subprocess.Popen[str], job: Job, progress: Progress) -> Re
         elif event.kind == "step":
             progress.step()
         elif event.report is not None:
+            progress.finish()
             return Report.from_mapping(event.report)
         else:
             kind = BadValue if event.exit_code == BadValue.exit_code else DemoError

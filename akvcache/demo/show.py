@@ -20,8 +20,18 @@ from akvcache.demo.spans import SpanRecord, Value
 
 __all__ = ("Terminal",)
 
-QUIET_ATTRIBUTES = ("akv.op", "akv.tokens.total")
-"""Attributes that repeat what the tree or the table says."""
+KEY_ATTRIBUTES = (
+    "process",
+    "tier",
+    "tokens",
+    "tokens.hit",
+    "tokens.loaded",
+    "tokens.stored",
+    "chunks",
+    "bytes",
+    "stopped",
+)
+"""Attributes that the tree shows, in order; ``--json`` has them all."""
 
 
 class _Seconds(ProgressColumn):
@@ -89,14 +99,14 @@ class Terminal:
         out.print()
         out.print(_table(result))
         for note in result.notes:
-            out.print(f"note: {note}", style="dim", markup=False, highlight=False)
+            out.print(f"note: {note}", style="dim", markup=False, highlight=False, soft_wrap=True)
         first, second = result.first, result.second
         times = f"{first.ttft_s:.2f} s -> {second.ttft_s:.3f} s"
         out.print(f"[bold]first token {result.speedup:.1f} times sooner[/bold] ({times})", highlight=False)
         out.print(f"tokens identical: {_yes(first.generated == second.generated)} ({len(second.generated)} generated)")
         out.print(f"KV identical:     {_yes(first.kv_digest == second.kv_digest)} (every byte of the whole chunks)")
         out.print("\n[bold]answer[/bold]")
-        out.print(f"  {result.answer}", markup=False, highlight=False)
+        out.print(f"  {result.answer}", markup=False, highlight=False, soft_wrap=True)
         for title, report in (("first request", first), ("second request", second)):
             out.print(f"\n[bold]spans of the {title}[/bold] (process {report.pid})", highlight=False)
             for tree in _trees(report.spans):
@@ -156,18 +166,11 @@ def _trees(spans: Sequence[SpanRecord]) -> list[Tree]:
 
 
 def _label(span: SpanRecord) -> str:
-    shown = [
-        f"{name.removeprefix('akv.').removeprefix('demo.')}={_value(name, value)}"
-        for name, value in sorted(span.attributes.items())
-        if name not in QUIET_ATTRIBUTES
-    ]
-    linked = " (in the background)" if span.links else ""
+    attributes = {name.removeprefix("akv.").removeprefix("demo."): value for name, value in span.attributes.items()}
+    shown = [f"{name}={_value(name, attributes[name])}" for name in KEY_ATTRIBUTES if attributes.get(name)]
+    linked = " (background)" if span.links else ""
     return f"[cyan]{span.name}[/cyan]{linked}  [bold]{span.duration_s * 1e3:.1f} ms[/bold]  {escape('  '.join(shown))}"
 
 
 def _value(name: str, value: Value) -> str:
-    if name.endswith("bytes"):
-        return _megabytes(int(value))
-    if name.endswith("_s"):
-        return f"{float(value) * 1e3:.1f} ms"
-    return str(value)
+    return _megabytes(int(value)) if name == "bytes" else str(value)

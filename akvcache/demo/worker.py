@@ -86,8 +86,11 @@ class Worker:
             self._step()
             weights = await run_blocking(self._executor, weights_digest, folder)
             connector = connector_for(runner.config, runner.dtype)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise BadValue(f"--model {job.model_folder!r} cannot be used: {one_line(error)}") from error
+        except Exception as error:  # each library behind the loader has errors of its own
+            raise BadValue(
+                f"model folder {job.model_folder!r} must hold a causal language model that transformers can load: "
+                f"{one_line(error)}"
+            ) from error
         self._step()
         namespace = namespace_for(runner.config, model=job.model_name, dtype=runner.dtype, weights=weights)
         kv = connector.empty(len(job.tokens) + job.new_tokens)

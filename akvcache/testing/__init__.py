@@ -25,12 +25,17 @@ from akvcache.testing.frames import (  # noqa: E402
     make_namespace_id,
     make_payload,
 )
+from akvcache.testing.inspection import Inspected, open_inspected  # noqa: E402
+from akvcache.testing.loop import JumpingLoop  # noqa: E402
+from akvcache.testing.machine import EngineMachine  # noqa: E402
 from akvcache.testing.memory import MemoryBackend, MemoryStore  # noqa: E402
+from akvcache.testing.regions import RegionKV, make_rows  # noqa: E402
 
 __all__ = (
     "BackendContract",
     "CapacityContract",
     "CopyFault",
+    "EngineMachine",
     "FakeDevice",
     "FakeDeviceConnector",
     "FakeEvent",
@@ -38,9 +43,12 @@ __all__ = (
     "Fault",
     "FaultKind",
     "FaultyBackend",
+    "Inspected",
+    "JumpingLoop",
     "MemoryBackend",
     "MemoryStore",
     "Op",
+    "RegionKV",
     "Stepping",
     "Stop",
     "VirtualClock",
@@ -49,4 +57,6 @@ __all__ = (
     "make_keys",
     "make_namespace_id",
     "make_payload",
+    "make_rows",
+    "open_inspected",
 )

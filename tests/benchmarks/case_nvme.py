@@ -191,8 +191,8 @@ async def _chunk_size(chunk_mib: int, options: Options) -> list[Row]:
     chunk_tokens = chunk_mib * MIB // TOKEN_BYTES
     frames = Frames(FlatConnector.layout, chunk_tokens, num_chunks)
     async with (
-        open_backend(options.directory / "backend", frames) as backend,
-        engine_cases(chunk_tokens, num_chunks, options.directory / "engine") as engine,
+        open_backend(options.directory / f"backend-{chunk_mib}", frames) as backend,
+        engine_cases(chunk_tokens, num_chunks, options.directory / f"engine-{chunk_mib}") as engine,
     ):
         depth = backend.capabilities.max_writes
         raw = RawDisk(options.directory / "raw", frames.buffers, depth=depth)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from akvcache.connector import KVConnector, PagedConnector, Span
+from akvcache.connector import KVConnector, NullConnector, PagedConnector, Span
 from akvcache.layout import KVLayout
 
-from .workload import BLOCK_TOKENS, HEAD_DIM, HEADS, KV, LAYERS, ROW_BYTES, FlatKV, PagedKV
+from .workload import BLOCK_TOKENS, HEAD_DIM, HEADS, KV, LAYERS, ROW_BYTES, FlatKV, NullKV, PagedKV
 
 
 class FlatConnector:
@@ -64,4 +64,7 @@ def connect(source: KV, destination: KV) -> tuple[KVConnector[object], object, o
         offsets = np.arange(BLOCK_TOKENS)
         slots = torch.from_numpy((source.block_table[:, None] * BLOCK_TOKENS + offsets).reshape(-1))
         return TwoCachesConnector(source, destination), slots, slots
+    if isinstance(source, NullKV):
+        layout = KVLayout.mha(num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="bfloat16")
+        return NullConnector(layout), None, None
     return FlatConnector(), source, destination

@@ -24,7 +24,7 @@ class Setup:
     """What one engine is built for.
 
     Attributes:
-        tier: "cpu" or "disk".
+        tier: "cpu", "disk", or "control": host memory with chunks of one layer, 1 MiB, that nobody copies.
         directory: Its own directory for the disk tier.
         direct: Whether the disk is used with O_DIRECT.
         num_tokens: Longest prompt.
@@ -38,6 +38,16 @@ class Setup:
     num_tokens: int
     kv: KV
     source: KV
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return 1 if self.tier == "control" else LAYERS
+
+    @property
+    def size(self) -> int:
+        """Bytes of the longest prompt."""
+        return self.num_tokens * 2 * self.layers * ROW_BYTES
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ from akvcache import CacheEngine, EngineConfig, StoreResult
 from .connectors import connect
 from .engine_kit import NAMESPACE, drop_host, make_nvme, resident_bytes, touched
 from .engines import Setup
-from .workload import CHUNK_TOKENS, KV, TOKEN_BYTES
+from .workload import CHUNK_TOKENS, KV
 
 
 class AkvCache:
@@ -20,14 +20,14 @@ class AkvCache:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._runner = asyncio.Runner()
+        self._loop = asyncio.new_event_loop()
         self._exits = AsyncExitStack()
         self._connector, self._store_kv, self._retrieve_kv = connect(setup.source, setup.kv)
         self._kept: StoreResult | None = None
-        self._engine = self._runner.run(self._open())
+        self._engine = self._loop.run_until_complete(self._open())
 
     async def _open(self) -> CacheEngine[object]:
-        size = self._setup.num_tokens * TOKEN_BYTES
+        size = self._setup.size
         tiers = []
         if self._setup.tier == "disk":
             direct = "" if self._setup.direct else "&direct=off"
@@ -47,34 +47,34 @@ class AkvCache:
 
     def store(self, tokens: Sequence[int], kv: KV) -> None:
         """See `Engine.store`."""
-        self._kept = self._runner.run(self._engine.store(tokens, self._store_kv))
+        self._kept = self._loop.run_until_complete(self._engine.store(tokens, self._store_kv))
         assert self._kept.new_tokens == len(tokens), self._kept
 
     def persist(self) -> None:
         """See `Engine.persist`."""
         assert self._kept is not None
         if self._setup.tier == "disk":
-            durable = self._runner.run(self._kept.durable())
+            durable = self._loop.run_until_complete(self._kept.durable())
             assert durable.durable_tokens == self._kept.total_tokens, durable
 
     def lookup(self, tokens: Sequence[int]) -> int:
         """See `Engine.lookup`."""
-        return self._runner.run(self._engine.lookup(tokens)).hit_tokens
+        return self._loop.run_until_complete(self._engine.lookup(tokens)).hit_tokens
 
     def drop_host(self) -> None:
         """See `Engine.drop_host`."""
-        self._runner.run(drop_host(self._engine))
+        self._loop.run_until_complete(drop_host(self._engine))
 
     def retrieve(self, tokens: Sequence[int], kv: KV) -> int:
         """See `Engine.retrieve`."""
-        return self._runner.run(self._engine.retrieve(tokens, self._retrieve_kv)).loaded_tokens
+        return self._loop.run_until_complete(self._engine.retrieve(tokens, self._retrieve_kv)).loaded_tokens
 
     def clear(self) -> None:
         """See `Engine.clear`."""
-        self._runner.run(self._engine.clear())
+        self._loop.run_until_complete(self._engine.clear())
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._runner.run(self._exits.aclose())
-        self._runner.close()
+        self._loop.run_until_complete(self._exits.aclose())
+        self._loop.close()
         shutil.rmtree(self._setup.directory, ignore_errors=True)

@@ -27,13 +27,16 @@ from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
 from .engines import CHUNK_SHAPE, Setup
-from .workload import CHUNK_BYTES, CHUNK_TOKENS, HEAD_DIM, HEADS, KV, LAYERS, TOKEN_BYTES
+from .workload import CHUNK_BYTES, CHUNK_TOKENS, HEAD_DIM, HEADS, KV, NullKV
 
 _numbers = itertools.count()
 
 
 class _Connector(GPUConnectorInterface):  # type: ignore[misc]
-    """Moves chunks with the workload's own copy functions."""
+    """Moves chunks with the workload's own copy functions, or not at all."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
 
     def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
         kwargs["kv"].write(start, end, _bytes(memory_obj))
@@ -42,15 +45,19 @@ class _Connector(GPUConnectorInterface):  # type: ignore[misc]
         kwargs["kv"].read(start, end, _bytes(memory_obj))
 
     def batched_to_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
-        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True) if _copies(kwargs) else ():
             self.to_gpu(memory_obj, start, end, **kwargs)
 
     def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None:
-        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+        for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True) if _copies(kwargs) else ():
             self.from_gpu(memory_obj, start, end, **kwargs)
 
     def get_shape(self, num_tokens: int) -> torch.Size:
-        return torch.Size([2, LAYERS, num_tokens, HEADS * HEAD_DIM])
+        return torch.Size([2, self._layers, num_tokens, HEADS * HEAD_DIM])
+
+
+def _copies(kwargs: dict[str, Any]) -> bool:
+    return not isinstance(kwargs["kv"], NullKV)
 
 
 def _bytes(memory_obj: Any) -> Any:
@@ -68,7 +75,7 @@ class LMCache:
         options: dict[str, Any] = {
             "chunk_size": CHUNK_TOKENS,
             "local_cpu": True,
-            "max_local_cpu_size": 2.5 * setup.num_tokens * TOKEN_BYTES / 2**30,
+            "max_local_cpu_size": 2.5 * setup.size / 2**30,
         }
         if setup.tier == "disk":
             options["local_disk"] = str(setup.directory)
@@ -81,7 +88,7 @@ class LMCache:
             worker_id=0,
             local_worker_id=0,
             kv_dtype=torch.bfloat16,
-            kv_shape=(LAYERS, 2, CHUNK_TOKENS, HEADS, HEAD_DIM),
+            kv_shape=(setup.layers, 2, CHUNK_TOKENS, HEADS, HEAD_DIM),
             chunk_size=CHUNK_TOKENS,
             role="worker",
         )
@@ -89,7 +96,7 @@ class LMCache:
             self._id,
             LMCacheEngineConfig.from_defaults(**options),
             metadata,
-            _Connector(),
+            _Connector(setup.layers),
             mock_up_broadcast_fn,
             mock_up_broadcast_object_fn,
         )
@@ -105,7 +112,7 @@ class LMCache:
 
     def persist(self) -> None:
         """See `Engine.persist`. LMCache has no call for it: its list of running writes is polled."""
-        if self._setup.tier == "cpu":
+        if self._setup.tier != "disk":
             return
         backends = self._engine.storage_manager.storage_backends
         backend = next(value for name, value in backends.items() if name != "LocalCPUBackend")

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -26,10 +26,11 @@ import torch
 
 from .engines import ENGINES, Engine, Setup
 from .measure import GB, machine, table, write_json
-from .workload import LAYOUTS, TOKEN_BYTES, prompt
+from .workload import CHUNK_TOKENS, KV, LAYOUTS, TOKEN_BYTES, NullKV, prompt
 
 T = TypeVar("T")
 NATIVE = "lmcache fs_native"
+CONTROL_CHUNKS = 312
 STEPS = ("store", "written", "lookup", "retrieve")
 """Wall times kept per round; "written" runs from the begin of the store until the tier has everything."""
 
@@ -106,17 +107,19 @@ def run_case(setups: Mapping[str, Setup], rounds: int, generator: np.random.Gene
     return results
 
 
-def report(case: str, num_tokens: int, results: Mapping[str, Result]) -> str:
-    """Return the table of one case: medians, GB/s, and how many times as fast as each other engine."""
-    size = num_tokens * TOKEN_BYTES / GB
+def report(case: str, num_bytes: int, results: Mapping[str, Result]) -> str:
+    """Return the table of one case: medians, GB/s if bytes moved, and how many times as fast as each other engine."""
+    size = num_bytes / GB
     lines = []
     for name, result in results.items():
         cells = [name]
         for step in STEPS:
             seconds = result.median(step)
-            rate = f" {size / seconds:5.2f}" if step != "lookup" and seconds else ""
-            cells.append(f"{seconds * 1e3:.1f}{rate}" if seconds else "-")
-        cells.append(f"{result.median('retrieve_cpu') / size:.2f}" if "retrieve_cpu" in result.rounds[0] else "-")
+            rate = f" {size / seconds:5.2f}" if size and step != "lookup" and seconds else ""
+            cells.append(f"{seconds * 1e3:.{1 if size else 2}f}{rate}" if seconds else "-")
+        cells.append(
+            f"{result.median('retrieve_cpu') / size:.2f}" if size and "retrieve_cpu" in result.rounds[0] else "-"
+        )
         lines.append(cells)
     ours = results.get("akvcache")
     for name, other in results.items() if ours else ():
@@ -132,7 +135,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="side_by_side", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--engines", default="ideal,lmcache,akvcache", help="any of %(default)s")
-    parser.add_argument("--tiers", default="cpu,disk")
+    parser.add_argument("--tiers", default="control,cpu,disk")
     parser.add_argument("--tokens", default="8192,32768")
     parser.add_argument("--layouts", default="flat,paged")
     parser.add_argument("--rounds", type=int, default=5)
@@ -145,6 +148,34 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One table: a tier, a layout and a length."""
+
+    name: str
+    tier: str
+    num_tokens: int
+    source: KV
+    destination: KV
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Yield what the command line asks for; caches of one layout and length are shared by the tiers."""
+    tiers = options.tiers.split(",")
+    if "control" in tiers:
+        name = f"control plane, {CONTROL_CHUNKS} chunks of 1 MiB that nobody copies"
+        yield Case(name, "control", CONTROL_CHUNKS * CHUNK_TOKENS, NullKV(), NullKV())
+    names = {"cpu": "host memory", "disk": "disk, buffered" if options.buffered else "disk, O_DIRECT"}
+    for layout in options.layouts.split(","):
+        for num_tokens in map(int, options.tokens.split(",")):
+            source, destination = LAYOUTS[layout](num_tokens, seed=11), LAYOUTS[layout](num_tokens)
+            for tier in (tier for tier in tiers if tier in names):
+                size = num_tokens * TOKEN_BYTES >> 20
+                yield Case(
+                    f"{names[tier]}, {layout}, {num_tokens} tokens ({size} MiB)", tier, num_tokens, source, destination
+                )
+
+
 def main(argv: Sequence[str]) -> None:
     """Run what the command line asks for."""
     options = arguments(argv)
@@ -153,34 +184,31 @@ def main(argv: Sequence[str]) -> None:
     about = machine()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     names = options.engines.split(",")
-    cases: dict[str, object] = {}
+    rounds: dict[str, object] = {}
     generator = np.random.default_rng(3)
-    for layout in options.layouts.split(","):
-        for num_tokens in map(int, options.tokens.split(",")):
-            source, destination = LAYOUTS[layout](num_tokens, seed=11), LAYOUTS[layout](num_tokens)
-            for tier in options.tiers.split(","):
-                native = tier == "disk" and "lmcache" in names and not options.no_native
-                with tempfile.TemporaryDirectory(dir=options.dir) as directory:
-                    setups = {
-                        name: Setup(
-                            tier=tier,
-                            directory=Path(directory).resolve() / name.replace(" ", "-"),
-                            direct=not options.buffered,
-                            num_tokens=num_tokens,
-                            kv=destination,
-                            source=source,
-                        )
-                        for name in [*names, *([NATIVE] if native else [])]
-                    }
-                    results = run_case(setups, options.rounds, generator)
-                disk = {"cpu": "host memory", "disk": "disk, buffered" if options.buffered else "disk, O_DIRECT"}[tier]
-                case = f"{disk}, {layout}, {num_tokens} tokens ({num_tokens * TOKEN_BYTES >> 20} MiB)"
-                print(report(case, num_tokens, results), flush=True)
-                cases[case] = {name: result.rounds for name, result in results.items()}
+    for case in cases(options):
+        engines = [name for name in names if not (case.tier == "control" and name == "ideal")]
+        if case.tier == "disk" and "lmcache" in names and not options.no_native:
+            engines.append(NATIVE)
+        with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+            setups = {
+                name: Setup(
+                    tier=case.tier,
+                    directory=Path(directory).resolve() / name.replace(" ", "-"),
+                    direct=not options.buffered,
+                    num_tokens=case.num_tokens,
+                    kv=case.destination,
+                    source=case.source,
+                )
+                for name in engines
+            }
+            results = run_case(setups, options.rounds, generator)
+        moved = 0 if case.tier == "control" else case.num_tokens * TOKEN_BYTES
+        print(report(case.name, moved, results), flush=True)
+        rounds[case.name] = {name: result.rounds for name, result in results.items()}
     if options.json:
-        write_json(
-            options.json, {"machine": about, "options": {k: str(v) for k, v in vars(options).items()}, "rounds": cases}
-        )
+        parameters = {name: str(value) for name, value in vars(options).items()}
+        write_json(options.json, {"machine": about, "options": parameters, "rounds": rounds})
 
 
 if __name__ == "__main__":

@@ -132,6 +132,23 @@ class PagedKV:
         )
 
 
+class NullKV:
+    """Moves nothing: what is left is the control plane."""
+
+    def read(self, start: int, stop: int, out: np.ndarray) -> None:
+        """See `KV.read`."""
+
+    def write(self, start: int, stop: int, source: np.ndarray) -> None:
+        """See `KV.write`."""
+
+    def zero(self) -> None:
+        """See `KV.zero`."""
+
+    def equals(self, other: KV) -> bool:
+        """See `KV.equals`."""
+        return isinstance(other, NullKV)
+
+
 LAYOUTS = {"flat": FlatKV, "paged": PagedKV}
 
 

@@ -60,7 +60,7 @@ async def assemble(
         namespace=namespace or CacheNamespace(), layout=layout, chunker=chunker, algorithm=config.key_hash
     )
     if backends is None:
-        backends = [_backend(url) for url in config.tiers]
+        backends = await _backends(config.tiers) if config.tiers else []
     if namespace is None and backends:
         _log.warning(
             "no namespace given: every engine of this layout shares entries on these tiers; "
@@ -201,11 +201,14 @@ def _pool(config: EngineConfig, slot_bytes: int, chunker: Chunker) -> HostPool:
     return HostPool(num_slots=num_slots, slot_bytes=slot_bytes)
 
 
-def _backend(url: str) -> Backend:
+async def _backends(urls: Sequence[str]) -> list[Backend]:
+    thread = ThreadPoolExecutor(1, thread_name_prefix="akv-plugins")
     try:
-        return make_backend(url)
+        return await run_blocking(thread, lambda: [make_backend(url) for url in urls])
     except BackendUnavailable as error:
         raise ConfigurationError(str(error)) from error
+    finally:
+        await join_executor(thread, THREAD_JOIN_S)
 
 
 def _name_apart(tiers: Sequence[Tier]) -> None:

@@ -10,13 +10,14 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from akvcache.errors import ConfigurationError
+from akvcache.tokens import is_token
 
 __all__ = ("EngineConfig", "TierUrl", "parse_bytes", "suggest")
 
@@ -34,7 +35,8 @@ _UNITS: Final = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
+_CHOICES: Final = {"chunker": ("fixed", "segments"), "key_hash": ("sha256", "xxh3_128"), "eviction": ("lru", "slru")}
 
 
 def parse_bytes(value: str | int) -> int:
@@ -85,7 +87,10 @@ class TierUrl:
         Raises:
             ConfigurationError: There is no scheme, an option is unknown, empty or given twice.
         """
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigurationError(f"tier {url!r} is not a URL: {error}") from error
         if not parts.scheme or "://" not in url:
             raise ConfigurationError(f"tier {url!r} is not a URL such as 'nvme:///var/cache/akv?capacity=200GiB'")
         options: dict[str, str] = {}
@@ -162,13 +167,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("host_bytes", "wave_bytes", "window_bytes", "write_queue_bytes"):
-            value = cast("int | str | None", getattr(self, name))
-            if value is not None:
-                object.__setattr__(self, name, parse_bytes(value))
-        if isinstance(self.tiers, str) or not all(isinstance(tier, str) for tier in self.tiers):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"tiers must be a list of URLs, got {self.tiers!r}")
-        object.__setattr__(self, "tiers", tuple(self.tiers))
-        object.__setattr__(self, "separator", tuple(self.separator))
+            self._size(name)
+        self._list("tiers", lambda tier: isinstance(tier, str), "URLs")
+        self._list("separator", is_token, "token ids")
         for name in ("chunk_tokens", "breaker_failures", "copy_threads"):
             self._at_least(name, 1)
         for name in ("staging_reserve", "io_retries", "min_tokens"):
@@ -177,13 +178,33 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ConfigurationError(f"{name} must be a positive number of seconds, got {value!r}")
-        if self.chunker not in ("fixed", "segments"):
-            raise ConfigurationError(f"chunker must be 'fixed' or 'segments', got {self.chunker!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = " or ".join(map(repr, choices))
+                raise ConfigurationError(f"{name} must be {known}, got {getattr(self, name)!r}")
         if (self.chunker == "segments") != bool(self.separator):
             raise ConfigurationError("chunker 'segments' needs a separator, and only it takes one")
         for name in ("prefault", "passive", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} must be true or false, got {getattr(self, name)!r}")
+
+    def _size(self, name: str) -> None:
+        value = cast("int | str | None", getattr(self, name))
+        if value is None and name == "write_queue_bytes":
+            return
+        try:
+            object.__setattr__(self, name, parse_bytes(cast("int | str", value)))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}: {error}") from None
+
+    def _list(self, name: str, valid: Callable[[object], bool], items: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise ConfigurationError(f"{name} must be a list of {items}, got {value!r}")
+        values = tuple(cast("Sequence[object]", value))
+        if not all(map(valid, values)):
+            raise ConfigurationError(f"{name} must be a list of {items}, got {value!r}")
+        object.__setattr__(self, name, values)
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)

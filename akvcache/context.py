@@ -79,11 +79,15 @@ class Context(Generic[KV]):
         return entry.slot.frame[: frame_bytes(self.layout.payload_bytes(entry.num_tokens))]
 
     async def presence(self, keys: Sequence[ChunkKey], timeout_s: float) -> dict[str, Sequence[bool]]:
-        """Return which lower tier holds which of these consecutive chunks."""
-        found: dict[str, Sequence[bool]] = {}
-        for tier in self.tiers:
-            found[tier.name] = await tier.contains(keys, timeout_s=timeout_s)
-        return found
+        """Return which lower tier holds which of these consecutive chunks; all tiers are asked at once."""
+        asked = {
+            tier.name: self.supervisor.spawn(tier.contains(keys, timeout_s=timeout_s), name="contains")
+            for tier in self.tiers
+        }
+        if asked:
+            await asyncio.wait(asked.values())
+        nothing = [False] * len(keys)
+        return {name: nothing if task.cancelled() else task.result() for name, task in asked.items()}
 
     async def plan(
         self, run: ChunkRun, in_host: Callable[[ChunkKey], object | None], timeout_s: float, *, first: int = 0

@@ -27,7 +27,7 @@ from akvcache.context import Budget, Context
 from akvcache.errors import InvariantError, UsageError
 from akvcache.host import HostLease
 from akvcache.keys import CacheNamespace, RequestScope
-from akvcache.request import Request, prepare, without_keys
+from akvcache.request import Request, check_deadline_s, check_lease_s, prepare, without_keys
 from akvcache.results import (
     ClearResult,
     FlushResult,
@@ -136,8 +136,7 @@ class CacheEngine(Generic[KV]):
         Raises:
             UsageError: Tokens, scope or `lease_s` are not valid, or the engine is closed or on another loop.
         """
-        if lease_s is not None and not 0 < lease_s < float("inf"):
-            raise UsageError(f"lease_s must be a positive number of seconds, got {lease_s!r}")
+        check_lease_s(lease_s)
         request = await self._request(tokens, scope, None)
         if request.stopped is not None:
             return LookupResult(hit_tokens=0, stopped=request.stopped)
@@ -173,6 +172,7 @@ class CacheEngine(Generic[KV]):
         Cancellation:
             Waits for a running device copy; nothing writes into `kv` afterwards.
         """
+        budget = self._budget(deadline_s, self._config.retrieve_deadline_s)
         request = await self._request(tokens, scope, mask)
         self._check_kv(kv, request.num_tokens)
         self._check_lease(lease)
@@ -180,9 +180,7 @@ class CacheEngine(Generic[KV]):
         if request.stopped is not None:
             return RetrieveResult(mask=empty, hit_tokens=0, loaded_tokens=0, stopped=request.stopped)
         return await self._guard(
-            operations.retrieve(
-                self._context, request, kv, empty, self._budget(deadline_s, self._config.retrieve_deadline_s)
-            ),
+            operations.retrieve(self._context, request, kv, empty, budget),
             lambda reason: RetrieveResult(mask=empty.zero_(), hit_tokens=0, loaded_tokens=0, stopped=reason),
         )
 
@@ -213,15 +211,16 @@ class CacheEngine(Generic[KV]):
         Cancellation:
             Waits for a running device copy; nothing reads `kv` afterwards. Chunks copied so far stay cached.
         """
+        budget = self._budget(deadline_s, self._config.store_deadline_s)
         request = await self._request(tokens, scope, mask)
         self._check_kv(kv, request.num_tokens)
         stopped = request.stopped
-        if stopped is None and self._frozen:
+        if self._frozen and stopped in (None, StopReason.TOO_SHORT):
             stopped = StopReason.FROZEN
         if stopped is not None:
             return self._stored_nothing(request.num_tokens, stopped)
         return await self._guard(
-            operations.store(self._context, request, kv, self._budget(deadline_s, self._config.store_deadline_s)),
+            operations.store(self._context, request, kv, budget),
             lambda reason: self._stored_nothing(request.num_tokens, reason),
         )
 
@@ -236,11 +235,12 @@ class CacheEngine(Generic[KV]):
         Cancellation:
             Reads that have begun go on and leave their chunks in host memory.
         """
+        budget = self._budget(deadline_s, self._config.retrieve_deadline_s)
         request = await self._request(tokens, scope, None)
         if request.stopped is not None:
             return PrefetchResult(hit_tokens=0, ready_tokens=0, stopped=request.stopped)
         return await self._guard(
-            operations.prefetch(self._context, request, self._budget(deadline_s, self._config.retrieve_deadline_s)),
+            operations.prefetch(self._context, request, budget),
             lambda reason: PrefetchResult(hit_tokens=0, ready_tokens=0, stopped=reason),
         )
 
@@ -309,7 +309,11 @@ class CacheEngine(Generic[KV]):
         return self._context_or_none
 
     def _check_loop(self) -> None:
-        if asyncio.get_running_loop() is not self._loop:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        if loop is not self._loop:
             raise UsageError("this engine belongs to another event loop; open one per loop, or use SyncCacheEngine")
 
     def _check_usable(self) -> None:
@@ -319,6 +323,8 @@ class CacheEngine(Generic[KV]):
 
     def _check_lease(self, lease: HostLease | None) -> None:
         context = self._context_or_none
+        if lease is not None and not isinstance(lease, HostLease):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"lease must be the one of a lookup, got {lease!r}")
         if lease is not None and context is not None and not lease.belongs_to(context.host):
             raise UsageError(f"{lease!r} was granted by another engine")
 
@@ -328,8 +334,7 @@ class CacheEngine(Generic[KV]):
 
     @staticmethod
     def _budget(deadline_s: float | None, default_s: float) -> Budget:
-        if deadline_s is not None and not deadline_s >= 0:
-            raise UsageError(f"deadline_s must be a number of seconds, at least 0, got {deadline_s!r}")
+        check_deadline_s(deadline_s)
         return Budget(default_s if deadline_s is None else deadline_s)
 
     async def _request(self, tokens: TokenSequence, scope: RequestScope, mask: Mask | None) -> Request:
@@ -338,7 +343,8 @@ class CacheEngine(Generic[KV]):
         context = self._context_or_none
         if context is None:
             return without_keys(tokens, mask)
-        request = await prepare(context.schema, context.executor, tokens, scope, mask)
+        epoch = context.epoch
+        request = replace(await prepare(context.schema, context.executor, tokens, scope, mask), epoch=epoch)
         if self._degraded is not None:
             return replace(request, stopped=StopReason.UNHEALTHY)
         if self._config.passive:

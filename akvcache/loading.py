@@ -25,7 +25,6 @@ from akvcache.context import Budget, Context
 from akvcache.errors import TransferError
 from akvcache.host import Arrival
 from akvcache.index import Entry, Hold
-from akvcache.keys import ChunkRun
 from akvcache.planner import HOST, Plan
 from akvcache.request import Request
 from akvcache.results import StopReason
@@ -78,20 +77,19 @@ class Loader(Generic[KV]):
 
     Args:
         context: The engine's parts.
-        run: The prompt's chunks.
-        first: Index of the first chunk to load.
-        plan: Where the chunks from `first` on are.
+        request: The prompt's chunks, from its first chunk on.
+        plan: Where those chunks are.
         budget: Time left.
     """
 
-    def __init__(self, context: Context[KV], run: ChunkRun, first: int, plan: Plan, budget: Budget) -> None:
+    def __init__(self, context: Context[KV], request: Request, plan: Plan, budget: Budget) -> None:
         self._context = context
-        self._run = run
-        self._first = first
+        self._run = request.run
+        self._first = request.first
         self._plan = plan
         self._budget = budget
-        self._epoch = context.epoch
-        self._tick = context.host.index.touch(run.keys)
+        self._epoch = request.epoch
+        self._tick = context.host.index.touch(request.run.keys)
         self._wanted: deque[_Wanted] = deque()
         self._next = 0
         self.progress = Loading()
@@ -106,6 +104,9 @@ class Loader(Generic[KV]):
         hold = self._context.host.hold("retrieve")
         try:
             while len(self.progress.sources) < len(self._plan.sources):
+                if not self._budget.left_s:
+                    self.progress.stopped = StopReason.DEADLINE
+                    break
                 wave = await self._wave(hold, self._context.window_chunks)
                 if not wave or not await self._scatter(kv, wave):
                     break
@@ -152,10 +153,9 @@ class Loader(Generic[KV]):
 
     async def _ask_ahead(self, hold: Hold, window: int) -> bool:
         """Request chunks up to the window; wait for a slot only when nothing is in flight."""
-        while self._next < len(self._plan.sources) and len(self._wanted) < window:
-            if self._context.epoch != self._epoch:
-                self.progress.stopped = StopReason.CLEARED
-                return False
+        while self._context.epoch == self._epoch:
+            if self._next == len(self._plan.sources) or len(self._wanted) >= window:
+                return True
             wanted = self._at_hand(hold)
             if wanted is None:
                 lease = self._context.host.pool.try_lease(1)
@@ -171,7 +171,8 @@ class Loader(Generic[KV]):
                 lease.release()
             self._wanted.append(wanted)
             self._next += 1
-        return True
+        self.progress.stopped = StopReason.CLEARED
+        return False
 
     async def _wait_for_slot(self) -> SlotLease | None:
         limit = min(self._context.config.memory_wait_s, self._budget.left_s)
@@ -255,7 +256,7 @@ async def plan_loading(context: Context[KV], request: Request, budget: Budget, o
     context.telemetry.phase(op, names.PLAN, phase)
     for tier in context.tiers:
         tier.touch(request.run.keys[: request.first + len(plan.sources)])
-    return plan, Loader(context, request.run, request.first, plan, budget)
+    return plan, Loader(context, request, plan, budget)
 
 
 async def _copy_out(

@@ -11,6 +11,7 @@ from opentelemetry.trace import Span
 
 from akvcache.context import Budget, Context, by_source
 from akvcache.loading import plan_loading
+from akvcache.planner import plan_prefix
 from akvcache.request import Request
 from akvcache.results import NO_TIERS, LookupResult, PrefetchResult, RetrieveResult, StopReason, StoreResult
 from akvcache.storing import durable, store_run
@@ -27,12 +28,15 @@ async def lookup(context: Context[KV], request: Request, lease_s: float | None) 
     run = request.run
     with context.telemetry.request(names.LOOKUP, request.num_tokens, request.keyed) as span:
         plan = await context.plan(run, context.host.resident, context.config.lookup_deadline_s)
+        missing = StopReason.MISSING
+        if context.epoch != request.epoch:
+            plan, missing = plan_prefix(run, {}), StopReason.CLEARED
         count = len(plan.sources)
         lease = None
         if lease_s is not None:
             seconds = min(lease_s, context.config.max_lease_s)
             lease = context.host.lease(run.keys[:count], run.stops, plan.sources, seconds)
-        stopped = None if count == len(run.keys) else StopReason.MISSING
+        stopped = None if count == len(run.keys) else missing
         _finish(context.telemetry, names.LOOKUP, span, stopped, {names.TOKENS_HIT: plan.hit_tokens}, plan.by_tier)
         return LookupResult(hit_tokens=plan.hit_tokens, by_tier=plan.by_tier, lease=lease, stopped=stopped)
 
@@ -64,9 +68,9 @@ async def retrieve(
 
 async def store(context: Context[KV], request: Request, kv: KV, budget: Budget) -> StoreResult:
     """Keep what is missing of a prompt."""
-    run, first = request.run, request.first
+    run = request.run
     with context.telemetry.request(names.STORE, request.num_tokens, request.keyed) as span:
-        done = await store_run(context, run, first, kv, budget, span.get_span_context())
+        done = await store_run(context, request, kv, budget, span.get_span_context())
         context.telemetry.phase(names.STORE, names.LEASE, done.lease)
         context.telemetry.phase(names.STORE, names.D2H, done.d2h)
         stored = run.tokens_before(done.reached)

@@ -30,7 +30,7 @@ def installed() -> dict[str, EntryPoint]:
 
 
 def make_backend(url: str) -> Backend:
-    """Return an unopened backend for a tier URL.
+    """Return an unopened backend for a tier URL. Blocking: it reads what is installed and imports the plug-in.
 
     Raises:
         ConfigurationError: No backend of that name is installed (the installed ones are named), or the URL is wrong.
@@ -41,9 +41,9 @@ def make_backend(url: str) -> Backend:
     if scheme not in points:
         raise ConfigurationError(f"no backend {scheme!r} is installed; {suggest(scheme, points)}")
     try:
-        factory = cast("BackendFactory", points[scheme].load())
+        make = cast("BackendFactory", points[scheme].load()).from_url
     except Exception as error:
         raise BackendUnavailable(
             f"backend {scheme!r} ({points[scheme].value}) cannot be imported: {error}", backend=scheme, op="import"
         ) from error
-    return factory.from_url(url)
+    return make(url)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Final
+from numbers import Real
+from typing import Final, cast
 
 from akvcache.errors import UsageError
 from akvcache.keys import ChunkRun, KeySchema, RequestScope
@@ -13,7 +14,7 @@ from akvcache.supervision import run_blocking
 from akvcache.telemetry import Phase
 from akvcache.tokens import Mask, TokenSequence, canonical_tokens, masked_head
 
-__all__ = ("Request", "prepare", "without_keys")
+__all__ = ("Request", "check_deadline_s", "check_lease_s", "prepare", "without_keys")
 
 KEYS_ON_LOOP: Final = 1 << 14
 """Prompts up to this many tokens are keyed on the loop (about 0.2 ms); longer ones in a thread."""
@@ -29,6 +30,7 @@ class Request:
         first: Index of the first chunk behind the mask's head.
         stopped: The gate that is closed, if any.
         keyed: When the prompt was keyed, and how long that took.
+        epoch: `Context.epoch` when the call began.
     """
 
     num_tokens: int
@@ -36,6 +38,7 @@ class Request:
     first: int = 0
     stopped: StopReason | None = None
     keyed: Phase = field(default_factory=Phase)
+    epoch: int = 0
 
 
 async def prepare(
@@ -46,6 +49,8 @@ async def prepare(
     Raises:
         UsageError: One of them is not valid.
     """
+    if not isinstance(cast("object", scope), RequestScope):
+        raise UsageError(f"scope must be a RequestScope, got {type(scope).__name__}")
     keyed = Phase()
     with keyed.piece():
         if hasattr(tokens, "__len__") and len(tokens) > KEYS_ON_LOOP:
@@ -68,6 +73,26 @@ def without_keys(tokens: TokenSequence, mask: Mask | None) -> Request:
     num_tokens = len(canonical_tokens(tokens)) // 4
     masked_head(mask, num_tokens)
     return Request(num_tokens=num_tokens, run=ChunkRun((), ()), stopped=StopReason.UNHEALTHY)
+
+
+def check_deadline_s(value: float | None) -> None:
+    """Check a deadline.
+
+    Raises:
+        UsageError: It is not a number of seconds, at least 0.
+    """
+    if value is not None and not (isinstance(cast("object", value), Real) and value >= 0):
+        raise UsageError(f"deadline_s must be a number of seconds, at least 0, got {value!r}")
+
+
+def check_lease_s(value: float | None) -> None:
+    """Check the length of a lease.
+
+    Raises:
+        UsageError: It is not a positive, finite number of seconds.
+    """
+    if value is not None and not (isinstance(cast("object", value), Real) and 0 < value < float("inf")):
+        raise UsageError(f"lease_s must be a positive number of seconds, got {value!r}")
 
 
 def _key(schema: KeySchema, tokens: TokenSequence, scope: RequestScope) -> tuple[int, ChunkRun]:

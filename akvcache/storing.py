@@ -18,6 +18,7 @@ from akvcache.errors import TransferError
 from akvcache.index import Entry
 from akvcache.keys import ChunkRun
 from akvcache.planner import plan_prefix
+from akvcache.request import Request
 from akvcache.results import DurableResult, StopReason
 from akvcache.telemetry import Phase
 from akvcache.writeback import WriteQueue, WriteSpan
@@ -55,12 +56,11 @@ class Storing:
 
 
 class Storer(Generic[KV]):
-    """Stores one prompt's chunks from `first` on.
+    """Stores one prompt's chunks.
 
     Args:
         context: The engine's parts.
-        run: The prompt's chunks.
-        first: Index of the first chunk to store.
+        request: The prompt's chunks, from its first chunk on.
         presence: Which lower tier holds which chunk of the whole run.
         budget: Time left.
         spans: One span per write queue, for the writes of this store.
@@ -69,23 +69,21 @@ class Storer(Generic[KV]):
     def __init__(
         self,
         context: Context[KV],
-        run: ChunkRun,
-        first: int,
+        request: Request,
         presence: Mapping[str, Sequence[bool]],
         budget: Budget,
         spans: Mapping[WriteQueue, WriteSpan],
     ) -> None:
         self._context = context
-        self._run = run
-        self._first = first
+        self._run = request.run
         self._presence = presence
         self._budget = budget
-        self._epoch = context.epoch
-        self._tick = context.host.index.touch(run.keys)
+        self._epoch = request.epoch
+        self._tick = context.host.index.touch(request.run.keys)
         self._hold = context.host.hold("store")
         self._queues = dict(spans)
-        absent = [i for i in range(first) if not self._in_tiers(i) and context.host.resident(run.keys[i]) is None]
-        self.progress = Storing(done=first, head=absent[0] if absent else None)
+        self._absent = [index for index in range(request.first) if not self._keep_head(index)]
+        self.progress = Storing(done=request.first)
 
     async def run(self, kv: KV) -> Storing:
         """Copy what is missing.
@@ -104,7 +102,19 @@ class Storer(Generic[KV]):
                     await self._copy_wave(kv)
         finally:
             self._hold.release()
+        still = (index for index in self._absent if self._context.host.resident(self._run.keys[index]) is None)
+        progress.head = next(still, None)
         return progress
+
+    def _keep_head(self, index: int) -> bool:
+        """Return whether a chunk before the mask's end is cached; one that only host memory has is kept there."""
+        key = self._run.keys[index]
+        if self._in_tiers(index) or any(queue.pending(key) for queue in self._context.queues):
+            return True
+        entry = self._context.host.resident(key)
+        if entry is not None:
+            self._hold.add(entry)
+        return entry is not None
 
     def _in_tiers(self, index: int) -> bool:
         return any(index < len(has) and has[index] for has in self._presence.values())
@@ -189,13 +199,12 @@ class Storer(Generic[KV]):
                 self._hold.discard(entry)
 
 
-async def store_run(
-    context: Context[KV], run: ChunkRun, first: int, kv: KV, budget: Budget, cause: SpanContext
-) -> Storing:
-    """Store the chunks from `first` on; their background writes get spans linked to `cause`."""
-    presence = await context.presence(run.keys, min(budget.left_s, context.config.lookup_deadline_s))
-    spans = {queue: queue.span(cause, run.keys) for queue in context.queues if queue.tier.usable}
-    storer = Storer(context, run, first, presence, budget, spans)
+async def store_run(context: Context[KV], request: Request, kv: KV, budget: Budget, cause: SpanContext) -> Storing:
+    """Store a request's chunks; their background writes get spans linked to `cause`."""
+    keys = request.run.keys
+    presence = await context.presence(keys, min(budget.left_s, context.config.lookup_deadline_s))
+    spans = {queue: queue.span(cause, keys) for queue in context.queues if queue.tier.usable}
+    storer = Storer(context, request, presence, budget, spans)
     try:
         return await storer.run(kv)
     finally:

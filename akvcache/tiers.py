@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from akvcache import frame as frames
 from akvcache.backend import Backend, BackendContext
 from akvcache.config import EngineConfig
-from akvcache.errors import BackendError, CapacityExhausted, ChunkCorrupt, ConfigurationError
+from akvcache.errors import BackendError, BackendTimeout, CapacityExhausted, ChunkCorrupt, ConfigurationError
 from akvcache.keys import ChunkKey, KeySchema
 from akvcache.supervision import BreakerState, CircuitBreaker, Supervisor, run_blocking
 from akvcache.telemetry import Telemetry
@@ -82,7 +83,7 @@ class Tier:
         self._supervisor = supervisor
         self._executor = executor
         self._telemetry = telemetry
-        self._clearing = False
+        self._hidden = 0
         self._doomed: set[ChunkKey] = set()
         self._reads = asyncio.Semaphore(1)
         self._reading = 0
@@ -102,7 +103,8 @@ class Tier:
         try:
             await self.backend.open(context)
             self._reads = asyncio.Semaphore(self.backend.capabilities.max_reads)
-            await self.attach(schema)
+            await self.backend.attach(schema.namespace_id, schema.describe())
+            self.inactive = None
         except ConfigurationError:
             raise
         except Exception as error:  # noqa: BLE001 - tier edge: a backend that fails to open is an inactive tier
@@ -110,14 +112,21 @@ class Tier:
             _log.warning("tier %s is inactive: %s", self.name, self.inactive)
 
     async def attach(self, schema: KeySchema) -> None:
-        """Tell the backend about a namespace."""
-        await self.backend.attach(schema.namespace_id, schema.describe())
-        self.inactive = None
+        """Tell the backend about another namespace; a tier that does not take it in time goes out of use."""
+        if self.inactive is not None:
+            return
+        call = self.backend.attach(schema.namespace_id, schema.describe())
+        task = self._supervisor.spawn(_caught(call), name=f"{self.name}-attach")
+        await asyncio.wait([task], timeout=self._config.io_timeout_s)
+        _, error = task.result() if task.done() and not task.cancelled() else (None, BackendTimeout())
+        if error is not None:
+            self.inactive = f"namespace refused: {type(error).__name__}: {error}"
+            _log.warning("tier %s is inactive: %s", self.name, self.inactive)
 
     @property
     def usable(self) -> bool:
         """Whether it is worth asking; does not use up a half-open probe."""
-        return self.inactive is None and not self._clearing and self.breaker.state is not BreakerState.OPEN
+        return self.inactive is None and not self._hidden and self.breaker.state is not BreakerState.OPEN
 
     @property
     def quiet(self) -> asyncio.Event:
@@ -233,11 +242,19 @@ class Tier:
         await self._call("delete", lambda: self.backend.delete(key), self._config.io_timeout_s, retries=1)
         self._doomed.discard(key)
 
+    @contextmanager
+    def hidden(self) -> Generator[None]:
+        """Show nothing and take nothing meanwhile."""
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
     async def clear(self, schema: KeySchema, *, timeout_s: float) -> bool:
-        """Delete everything of a namespace; nothing of it is visible meanwhile. Return whether all is gone."""
+        """Delete everything of a namespace; return whether all is gone. Use it inside `hidden`."""
         if self.inactive is not None:
             return True
-        self._clearing = True
         try:
             async with asyncio.timeout(timeout_s):
                 stored = [chunk.key async for chunk in self.backend.scan(schema.namespace_id)]
@@ -248,8 +265,6 @@ class Tier:
             _log.warning("tier %s: clear failed: %s: %s", self.name, type(error).__name__, error)
             self.inactive = "clear failed: it may still hold entries that should be gone"
             return False
-        finally:
-            self._clearing = False
 
     async def aclose(self, timeout_s: float) -> None:
         """Close the backend; never raises."""

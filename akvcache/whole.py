@@ -36,17 +36,24 @@ async def clear(context: Context[KV], timeout_s: float) -> ClearResult:
     for queue in context.queues:
         queue.drop_queued(StopReason.CLEARED.value)
         queue.disown_running()
-    failed = [tier.name for tier in context.tiers if not await tier.clear(context.schema, timeout_s=timeout_s)]
+    with contextlib.ExitStack() as hidden:
+        for tier in context.tiers:  # all before the first is emptied: what is left must not reach host memory
+            hidden.enter_context(tier.hidden())
+        failed = [tier.name for tier in context.tiers if not await tier.clear(context.schema, timeout_s=timeout_s)]
     return ClearResult(dropped_chunks=dropped, failed_tiers=failed)
 
 
 async def set_weights_version(context: Context[KV], weights_version: str) -> None:
-    """See `CacheEngine.set_weights_version`."""
+    """See `CacheEngine.set_weights_version`.
+
+    Cancellation:
+        The old version stays in force.
+    """
     old = context.schema
     namespace = replace(old.namespace, weights_version=weights_version)
-    context.schema = KeySchema(namespace=namespace, layout=old.layout, chunker=old.chunker, algorithm=old.algorithm)
+    schema = KeySchema(namespace=namespace, layout=old.layout, chunker=old.chunker, algorithm=old.algorithm)
+    for tier in context.tiers:
+        await tier.attach(schema)
+    context.schema = schema
     context.epoch += 1
     context.host.clear()
-    for tier in context.tiers:
-        if tier.inactive is None:
-            await tier.attach(context.schema)

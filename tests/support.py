@@ -9,8 +9,10 @@ import torch
 from akvcache import CacheEngine, CacheNamespace, EngineConfig, PagedConnector
 from akvcache.backend import Backend
 from akvcache.frame import frame_bytes
+from akvcache.keys import depth_of
+from akvcache.testing import MemoryStore
 
-__all__ = ("CHUNK", "MODEL", "PagedKV", "config_for", "open_engine")
+__all__ = ("CHUNK", "MODEL", "PagedKV", "config_for", "depths", "head_mask", "open_engine")
 
 CHUNK = 16
 MODEL = CacheNamespace(model="test-model")
@@ -45,6 +47,10 @@ class PagedKV:
         planes = [plane.view(-1, 16)[slots] for pair in self.layers for plane in pair]
         return torch.stack(planes).view(torch.uint8).clone()
 
+    def part(self, start: int, stop: int) -> tuple[list[int], torch.Tensor]:
+        """Return tokens and slots of a range of chunks, as a prompt of its own."""
+        return self.tokens[start * CHUNK : stop * CHUNK], self.slots[start * CHUNK : stop * CHUNK]
+
     def wipe(self) -> None:
         """Overwrite all bytes."""
         for pair in self.layers:
@@ -69,3 +75,13 @@ def open_engine(kv: PagedKV, num_slots: int = 32, tiers: Sequence[Backend] = (),
     """Return the context manager of an engine over `kv`."""
     config = config_for(kv, num_slots, **options)
     return CacheEngine.open(config, connector=kv.connector, namespace=MODEL, tiers=list(tiers))
+
+
+def head_mask(num_head: int, num_tokens: int) -> list[bool]:
+    """Return a mask that excludes the first `num_head` tokens."""
+    return [False] * num_head + [True] * (num_tokens - num_head)
+
+
+def depths(store: MemoryStore) -> list[int]:
+    """Return the positions of the chunks in a store, ascending."""
+    return sorted(depth_of(key) for key in store.frames)

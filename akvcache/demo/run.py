@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from akvcache.demo.messages import Event, Job, Report
-from akvcache.demo.model import MODEL_CONTEXT, MODEL_NAME, prepare_model, quiet_transformers, require
+from akvcache.demo.model import MODEL_CONTEXT, MODEL_NAME, prepare_model, require, set_up_transformers
 from akvcache.demo.options import BadValue, DemoError, DemoOptions, default_document
 from akvcache.demo.prompt import (
     Prompt,
@@ -29,7 +29,7 @@ from akvcache.demo.prompt import (
 __all__ = ("DemoResult", "Progress", "Silent", "run_demo")
 
 NVME: Final = "nvme"
-STOP_S: Final = 5.0
+STOP_S: Final = 10.0
 
 
 class Progress(Protocol):
@@ -139,7 +139,7 @@ def run_demo(options: DemoOptions, progress: Progress) -> DemoResult:
     """
     options.check()
     require("transformers")
-    quiet_transformers()
+    set_up_transformers()
     limit = prompt_limit(options, context_tokens(options.model) if options.model else MODEL_CONTEXT)
     document = read_document(options.document or default_document())
     with _store_folder(options.store) as store:
@@ -245,7 +245,8 @@ def _run_process(job: Job, progress: Progress) -> Report:
         )
         try:
             report = _converse(worker, job, progress)
-            worker.wait(STOP_S)
+            with suppress(subprocess.TimeoutExpired):  # it has reported: what is left of it is the interpreter's end
+                worker.wait(STOP_S)
         finally:
             worker.kill()
             worker.communicate()

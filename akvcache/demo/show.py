@@ -103,8 +103,8 @@ class Terminal:
         first, second = result.first, result.second
         times = f"{first.ttft_s:.2f} s -> {second.ttft_s:.3f} s"
         out.print(f"[bold]first token {result.speedup:.1f} times sooner[/bold] ({times})", highlight=False)
-        out.print(f"tokens identical: {_yes(first.generated == second.generated)} ({len(second.generated)} generated)")
-        out.print(f"KV identical:     {_yes(first.kv_digest == second.kv_digest)} (every byte of the whole chunks)")
+        out.print(f"tokens identical: {_same(first.generated, second.generated)} ({len(second.generated)} generated)")
+        out.print(f"KV identical:     {_same(first.kv_digest, second.kv_digest)} (every byte of the whole chunks)")
         out.print("\n[bold]answer[/bold]")
         out.print(f"  {result.answer}", markup=False, highlight=False, soft_wrap=True)
         for title, report in (("first request", first), ("second request", second)):
@@ -147,8 +147,8 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.1f} MB"
 
 
-def _yes(good: bool) -> str:  # noqa: FBT001 - a word for a truth
-    return "[green]yes[/green]" if good else "[red]no[/red]"
+def _same(one: object, other: object) -> str:
+    return "[green]yes[/green]" if one == other else "[red]no[/red]"
 
 
 def _trees(spans: Sequence[SpanRecord]) -> list[Tree]:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from . import case_control, case_host, case_keys, case_loop, case_nvme
-from .measure import Row, machine, row_table, write_json
+from .measure import Row, load, machine, row_table, write_json
 from .options import Options
 from .raw_disk import filesystem_of
 
@@ -48,22 +48,25 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the cases and print the table; return how many targets were missed."""
     parsed = arguments(argv)
+    rounds = 3 if parsed.quick else parsed.rounds
     parsed.dir.mkdir(parents=True, exist_ok=True)
     about = {**machine(), "file system": filesystem_of(parsed.dir)}
     if about["file system"] in ("tmpfs", "ramfs"):
         sys.exit(f"{parsed.dir} is on {about['file system']}: give --dir a directory on a disk")
     print(", ".join(f"{name} {value}" for name, value in about.items()), file=sys.stderr)
     rows: list[Row] = []
+    loads: dict[str, str] = {}
     for name in parsed.only.split(","):
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=parsed.dir) as directory:
-            options = Options(3 if parsed.quick else parsed.rounds, parsed.quick, Path(directory).resolve())
+            options = Options(rounds, parsed.quick, Path(directory).resolve())
             found = asyncio.run(CASES[name](options))
-        print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        print(f"{name}: {time.perf_counter() - start:.1f} s, load {load()}", file=sys.stderr, flush=True)
+        loads[name] = load()
         rows += found
     print(row_table(rows))
     if parsed.json:
-        write_json(parsed.json, {"machine": about, "rounds": 3 if parsed.quick else parsed.rounds, "rows": rows})
+        write_json(parsed.json, {"machine": about, "load after": loads, "rounds": rounds, "rows": rows})
     return sum(row.ok is False for row in rows)
 
 

@@ -46,19 +46,18 @@ async def opened(
     """Open an engine whose pool holds `num_chunks` chunks, all of its memory touched."""
     pool = slots_bytes(connector.layout, chunk_tokens, num_chunks)
     config = EngineConfig(chunk_tokens=chunk_tokens, host_bytes=pool, memory_wait_s=memory_wait_s, strict=True)
-    before = resident_bytes()
     async with CacheEngine.open(config, connector=connector, namespace=NAMESPACE, tiers=tiers) as engine:
-        await touched(before + pool)
+        await touched()
         yield engine
 
 
-async def touched(num_bytes: int) -> None:
-    """Wait until about `num_bytes` of this process are resident: a pool is touched in the background."""
-    for _ in range(600):
-        if resident_bytes() >= 0.95 * num_bytes:
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError("the host pool was not touched in time")
+async def touched() -> None:
+    """Wait until the memory of this process has stopped growing: a pool is touched in the background."""
+    steady, before = 0, resident_bytes()
+    while steady < 5:
+        await asyncio.sleep(0.02)
+        now = resident_bytes()
+        steady, before = (steady + 1 if now - before < 1 << 20 else 0), now
 
 
 def resident_bytes() -> int:

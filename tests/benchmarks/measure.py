@@ -160,14 +160,21 @@ def machine() -> dict[str, str]:
             break
     threads = Path("/proc/cpuinfo").read_text().count("\nprocessor") + 1
     memory = Path("/proc/meminfo").read_text().split()[1]
-    load = Path("/proc/loadavg").read_text().split()[0]
     return {
         "cpu": f"{threads} x {cpu}",
         "memory": f"{int(memory) / 2**20:.1f} GiB",
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "load at start": load,
+        "load at start": load(),
     }
+
+
+def load() -> str:
+    """Return the machine's load over the last minute, this process included.
+
+    A figure taken while others use the cores says little: ratios alternate, so they drift less, but they spread.
+    """
+    return Path("/proc/loadavg").read_text().split()[0]
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from akvcache import CacheEngine, EngineConfig, StoreResult
 
 from .connectors import connect
-from .engine_kit import NAMESPACE, drop_host, make_nvme, resident_bytes, touched
+from .engine_kit import NAMESPACE, drop_host, make_nvme, touched
 from .engines import Setup
 from .workload import CHUNK_TOKENS, KV
 
@@ -33,13 +33,12 @@ class AkvCache:
             direct = "" if self._setup.direct else "&direct=off"
             tiers.append(make_nvme(self._setup.directory, 8 << 30, direct))
         pool = int(2.5 * size)
-        before = resident_bytes()
         config = EngineConfig(
             chunk_tokens=CHUNK_TOKENS, host_bytes=pool, write_queue_bytes=size + (1 << 20), strict=True
         )
         opening = CacheEngine.open(config, connector=self._connector, namespace=NAMESPACE, tiers=tiers)
         engine = await self._exits.enter_async_context(opening)
-        await touched(before + pool)
+        await touched()
         return engine
 
     def warm(self) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 # Read when LMCache is imported. Its usage tracking is on by default, its built-in hash needs a fixed seed.
-os.environ.update(LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1", LMCACHE_LOG_LEVEL="ERROR", LMCACHE_DISABLE_BANNER="1")
+os.environ.update(
+    LMCACHE_TRACK_USAGE="false", DO_NOT_TRACK="1", LMCACHE_LOG_LEVEL="CRITICAL", LMCACHE_DISABLE_BANNER="1"
+)
 
 import torch
 from lmcache.utils import mock_up_broadcast_fn, mock_up_broadcast_object_fn

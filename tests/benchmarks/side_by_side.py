@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from .engines import ENGINES, Engine, Setup
-from .measure import GB, machine, table, write_json
+from .measure import GB, load, machine, table, write_json
 from .workload import CHUNK_TOKENS, KV, LAYOUTS, TOKEN_BYTES, NullKV, prompt
 
 T = TypeVar("T")
@@ -45,9 +46,10 @@ class Result:
         """Return the median of one step."""
         return statistics.median(times[step] for times in self.rounds)
 
-    def ratio(self, step: str, other: Result) -> float:
-        """Return how many times as fast as `other`: the median over rounds."""
-        return statistics.median(b[step] / a[step] for a, b in zip(self.rounds, other.rounds, strict=True))
+    def ratio(self, step: str, other: Result) -> str:
+        """Return how many times as fast as `other`: median, least and most over the rounds."""
+        ratios = sorted(b[step] / a[step] for a, b in zip(self.rounds, other.rounds, strict=True))
+        return f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f}..{ratios[-1]:.2f})"
 
 
 def _timed(function: Callable[[], T]) -> tuple[T, float]:
@@ -125,7 +127,7 @@ def report(case: str, num_bytes: int, results: Mapping[str, Result]) -> str:
     for name, other in results.items() if ours else ():
         if other is not ours:
             cells = [f"akvcache / {name}"]
-            cells += [f"{ours.ratio(step, other):.2f}x" if other.median(step) else "-" for step in STEPS]
+            cells += [ours.ratio(step, other) if other.median(step) else "-" for step in STEPS]
             lines.append([*cells, ""])
     header = ("engine", "store ms GB/s", "written ms GB/s", "lookup ms", "retrieve ms GB/s", "CPU s/GB")
     return f"{case}\n{table(header, lines)}\n"
@@ -138,7 +140,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tiers", default="control,cpu,disk")
     parser.add_argument("--tokens", default="8192,32768")
     parser.add_argument("--layouts", default="flat,paged")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--buffered", action="store_true", help="the disk through the page cache, not O_DIRECT")
     parser.add_argument(
         "--no-native", action="store_true", help="leave out LMCache's own `bench l2` on its C++ adapter"
@@ -204,7 +206,7 @@ def main(argv: Sequence[str]) -> None:
             }
             results = run_case(setups, options.rounds, generator)
         moved = 0 if case.tier == "control" else case.num_tokens * TOKEN_BYTES
-        print(report(case.name, moved, results), flush=True)
+        print(f"{report(case.name, moved, results)}load {load()}\n", flush=True)
         rounds[case.name] = {name: result.rounds for name, result in results.items()}
     if options.json:
         parameters = {name: str(value) for name, value in vars(options).items()}
@@ -213,6 +215,13 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     # LMCache leaves threads that never end: stop without waiting for them.
-    main(sys.argv[1:])
+    status = 1
+    try:
+        main(sys.argv[1:])
+        status = 0
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(status)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +208,24 @@ def test_worker_that_dies_is_reported(tiny: Path, monkeypatch: pytest.MonkeyPatc
             ),
             Silent(),
         )  # fmt: skip
+
+
+def test_interrupted_run_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "akvcache", "demo", "--model", str(tiny), "--document", str(HANDBOOK)]
+    with subprocess.Popen(
+        [*command, "--prompt-tokens", "3000", "--new-tokens", "1000"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        assert demo.stdout is not None
+        assert any("first process" in line for line in demo.stdout)
+        os.killpg(demo.pid, signal.SIGINT)
+        _, err = demo.communicate(timeout=60)
+    assert (demo.returncode, err) == (130, "akvcache demo: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(

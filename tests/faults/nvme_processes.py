@@ -23,6 +23,7 @@ from tests.nvme_kit import FRAME, allocated_below, chunk_files, get, opened, pro
 CAPACITY = 48 * FRAME
 WRITERS = 4
 ROUNDS = 20
+TIMEOUT_S = 40
 PR_SET_PDEATHSIG = 1
 
 
@@ -140,4 +141,5 @@ def kill(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.alarm(TIMEOUT_S)  # a child that fails may leave us waiting for its word
     {"share": share, "kill": kill}[sys.argv[1]](Path(sys.argv[2]))

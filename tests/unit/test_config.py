@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from akvcache.config import EngineConfig, TierUrl, parse_bytes, suggest
 from akvcache.errors import ConfigurationError
+from akvcache.keys import HASHES
+from akvcache.policy import POLICIES
 
 SIZES = ("host_bytes", "wave_bytes", "window_bytes", "write_queue_bytes")
 AT_LEAST_1 = ("chunk_tokens", "breaker_failures", "copy_threads")
@@ -31,6 +33,11 @@ def refused(values: dict[str, object]) -> str:
 def test_every_option_belongs_to_a_group_tested_here() -> None:
     groups = [*SIZES, *AT_LEAST_1, *AT_LEAST_0, *FLAGS, *SECONDS, *CHOICES, *LISTS]
     assert sorted(groups) == sorted(f.name for f in dataclasses.fields(EngineConfig))
+
+
+def test_the_choices_are_what_there_is() -> None:
+    assert CHOICES["key_hash"] == tuple(HASHES)
+    assert CHOICES["eviction"] == tuple(POLICIES)
 
 
 class TestSizes:

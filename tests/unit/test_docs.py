@@ -12,11 +12,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from akvcache_nvme.options import NvmeOptions
 
 import akvcache
 from akvcache import EngineConfig, StopReason, errors
 from akvcache.telemetry import names
-from akvcache_nvme.options import NvmeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -157,7 +157,7 @@ def test_api_has_the_signature_of_every_method_and_every_field(name: str) -> Non
             for p in signature.parameters.values()
             if p.name not in ("self", "cls")
         ], method
-        is_async = inspect.iscoroutinefunction(known[method]) or method == "open" and name == "CacheEngine"
+        is_async = inspect.iscoroutinefunction(known[method]) or (method == "open" and name == "CacheEngine")
         assert isinstance(node, ast.AsyncFunctionDef) == is_async, method
     if dataclasses.is_dataclass(cls) and cls is not EngineConfig:
         fields = [n.target.id for n in sketch.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]

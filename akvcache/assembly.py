@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -24,8 +24,9 @@ from akvcache.keys import CacheNamespace, KeySchema
 from akvcache.layout import KVLayout
 from akvcache.policy import make_policy
 from akvcache.registry import make_backend
-from akvcache.supervision import BreakerState, CircuitBreaker, Supervisor, join_executor, run_blocking
-from akvcache.telemetry import Attributes, Telemetry, names
+from akvcache.results import StopReason
+from akvcache.supervision import CircuitBreaker, Supervisor, join_executor, run_blocking, shielded
+from akvcache.telemetry import Telemetry
 from akvcache.tiers import Tier
 from akvcache.transfer import Transfer
 from akvcache.writeback import WriteQueue
@@ -35,7 +36,6 @@ __all__ = ("assemble", "dismantle")
 KV = TypeVar("KV")
 _log = logging.getLogger("akvcache")
 THREAD_JOIN_S: Final = 5.0
-_BREAKER_VALUE: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
 async def assemble(
@@ -46,6 +46,7 @@ async def assemble(
     clock: Clock | None,
     telemetry: Telemetry,
     degrade: Callable[[str], None],
+    check_usable: Callable[[], None],
 ) -> Context[KV]:
     """Build and open everything an engine needs; on failure nothing stays behind.
 
@@ -117,11 +118,12 @@ async def assemble(
         wave_chunks=max(1, min(config.wave_size // slot_bytes, (window + 1) // 2)),
         window_chunks=window,
         degrade=degrade,
+        check_usable=check_usable,
     )
     try:
         await _open(context, slot_bytes)
     except BaseException:
-        await dismantle(context)
+        await shielded(dismantle(context))
         raise
     return context
 
@@ -133,7 +135,6 @@ async def _open(context: Context[KV], slot_bytes: int) -> None:
     await run_blocking(context.executor, host.pool.arena.pin)
     if context.config.prefault:
         context.supervisor.spawn(_prefault(host.pool), name="prefault")
-    context.telemetry.gauges(lambda: _gauges(context))
     _log.info(
         "akvcache open: %d host slots of %d bytes, tiers: %s",
         host.pool.num_slots,
@@ -152,7 +153,7 @@ async def _prefault(pool: HostPool) -> None:
 
 async def dismantle(context: Context[KV]) -> None:
     """Stop intake, drain, close leaves first, report what could not be finished. Never raises."""
-    context.host.pool.arena.stop()
+    context.host.pool.arena.stop_prefault()
     try:
         async with asyncio.timeout(context.config.close_timeout_s):
             for queue in context.queues:
@@ -161,7 +162,7 @@ async def dismantle(context: Context[KV]) -> None:
         pass
     for queue in context.queues:
         if queue.num_pending:
-            dropped = queue.drop_queued("closed")
+            dropped = queue.drop_queued(StopReason.CLOSED)
             _log.warning(
                 "tier %s: closed with %d writes given up and %d unfinished", queue.tier.name, dropped, queue.num_pending
             )
@@ -173,6 +174,8 @@ async def dismantle(context: Context[KV]) -> None:
     context.host.clear()
     context.host.pool.close()
     context.transfer.close()
+    if not stuck:
+        await run_blocking(context.executor, context.host.pool.arena.unpin)
     if not await join_executor(context.executor, THREAD_JOIN_S):
         _log.warning("closed with a copy thread that did not end")
 
@@ -218,16 +221,3 @@ def _name_apart(tiers: Sequence[Tier]) -> None:
         seen[tier.name] = seen.get(tier.name, 0) + 1
         if seen[tier.name] > 1:
             tier.name = f"{tier.name}{seen[tier.name]}"
-
-
-def _gauges(context: Context[KV]) -> Iterator[tuple[str, int, Attributes]]:
-    host = context.host
-    if not host.pool.num_free and not len(host.index):
-        return  # closed
-    free, idle = host.pool.num_free, host.index.reclaimable
-    yield names.M_POOL_SLOTS, free, {"akv.state": "free"}
-    yield names.M_POOL_SLOTS, idle, {"akv.state": "cached"}
-    yield names.M_POOL_SLOTS, host.pool.num_slots - free - idle, {"akv.state": "in_use"}
-    for queue in context.queues:
-        yield names.M_QUEUE_BYTES, queue.queued_bytes, {names.TIER: queue.tier.name}
-        yield names.M_BREAKER, _BREAKER_VALUE[queue.tier.breaker.state], {names.TIER: queue.tier.name}

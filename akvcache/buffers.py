@@ -78,7 +78,7 @@ class Arena:
     def prefault(self) -> None:
         """Touch all pages, step by step, so that first use does not pay for them. Blocking; run off the loop.
 
-        Harmless beside live use of the memory. Ends early after `stop`; does nothing on kernels before 5.14.
+        Harmless beside live use of the memory. Ends early after `stop_prefault`; does nothing on kernels before 5.14.
         """
         libc = ctypes.CDLL(None)
         for start in range(0, len(self.view), PREFAULT_STEP):
@@ -96,9 +96,12 @@ class Arena:
             self._pinned = int(error) == 0
         return self._pinned
 
-    def stop(self) -> None:
-        """End a running `prefault` at its next step and undo `pin`."""
+    def stop_prefault(self) -> None:
+        """End a running `prefault` at its next step."""
         self._stopped = True
+
+    def unpin(self) -> None:
+        """Undo `pin`, when no copy uses the memory any more. Blocking."""
         if self._pinned:  # pragma: no cover - needs a GPU
             _cudart().cudaHostUnregister(self.address)
             self._pinned = False
@@ -282,5 +285,5 @@ class HostPool:
 
     def close(self) -> None:
         """Let go of the memory; slots still out keep it mapped until they are dropped."""
-        self.arena.stop()
+        self.arena.stop_prefault()
         self._free.clear()

@@ -126,6 +126,7 @@ class EngineConfig:
         io_timeout_s: Longest one tier read or write may take before it counts as failed.
         io_retries: Further tries of a tier operation that failed retryably.
         copy_timeout_s: Longest one device copy may take.
+        open_timeout_s: Longest a tier may take to open before the engine goes on without it.
         close_timeout_s: Longest `aclose` waits for queued writes.
         max_lease_s: Upper bound of a lookup lease.
         write_queue_bytes: Most bytes queued for writing per tier; None is half the host pool.
@@ -155,6 +156,7 @@ class EngineConfig:
     io_timeout_s: float = 10.0
     io_retries: int = 1
     copy_timeout_s: float = 30.0
+    open_timeout_s: float = 60.0
     close_timeout_s: float = 30.0
     max_lease_s: float = 300.0
     write_queue_bytes: int | str | None = None

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from akvcache.config import EngineConfig
 from akvcache.connector import KVConnector
@@ -19,7 +19,7 @@ from akvcache.keys import ChunkKey, ChunkRun, KeySchema
 from akvcache.layout import KVLayout
 from akvcache.planner import HOST, Plan, plan_prefix
 from akvcache.results import StopReason
-from akvcache.supervision import Supervisor, settle
+from akvcache.supervision import BreakerState, Supervisor, settle
 from akvcache.telemetry import Telemetry
 from akvcache.tiers import Tier
 from akvcache.transfer import Transfer
@@ -29,6 +29,7 @@ __all__ = ("Budget", "Context", "by_source")
 
 KV = TypeVar("KV")
 _log = logging.getLogger("akvcache")
+_BREAKER_VALUE: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
 class Budget:
@@ -52,6 +53,7 @@ class Context(Generic[KV]):
         wave_chunks: Chunks per device copy.
         window_chunks: Chunks one retrieve may have in flight.
         degrade: Takes the engine out of use, with a reason.
+        check_usable: Raises `UsageError` on another loop or after closing.
     """
 
     config: EngineConfig
@@ -68,6 +70,7 @@ class Context(Generic[KV]):
     wave_chunks: int
     window_chunks: int
     degrade: Callable[[str], None]
+    check_usable: Callable[[], None]
     epoch: int = 0
 
     def payload(self, entry: Entry) -> memoryview:
@@ -88,6 +91,15 @@ class Context(Generic[KV]):
             await asyncio.wait(asked.values())
         nothing = [False] * len(keys)
         return {name: nothing if task.cancelled() else task.result() for name, task in asked.items()}
+
+    def observe(self) -> None:
+        """Set the gauges."""
+        pool, idle = self.host.pool, self.host.index.reclaimable
+        in_use = pool.num_slots - pool.num_free - idle
+        self.telemetry.pool({"free": pool.num_free, "cached": idle, "in_use": in_use})
+        for queue in self.queues:
+            state = _BREAKER_VALUE[queue.tier.breaker.state]
+            self.telemetry.tier(queue.tier.name, state, queue.queued_bytes)
 
     async def plan(
         self, run: ChunkRun, in_host: Callable[[ChunkKey], object | None], timeout_s: float, *, first: int = 0

@@ -24,7 +24,7 @@ from akvcache.clock import Clock
 from akvcache.config import EngineConfig
 from akvcache.connector import KVConnector
 from akvcache.context import Budget, Context
-from akvcache.errors import InvariantError, UsageError
+from akvcache.errors import ConfigurationError, InvariantError, UsageError
 from akvcache.host import HostLease
 from akvcache.keys import CacheNamespace, RequestScope
 from akvcache.request import Request, check_deadline_s, check_lease_s, prepare, without_keys
@@ -40,12 +40,13 @@ from akvcache.results import (
     TierHealth,
 )
 from akvcache.supervision import shielded
-from akvcache.telemetry import Telemetry
+from akvcache.telemetry import Telemetry, names
 from akvcache.tokens import Mask, TokenSequence
 
 __all__ = ("CacheEngine",)
 
 KV = TypeVar("KV")
+OpenKV = TypeVar("OpenKV")
 R = TypeVar("R")
 _log = logging.getLogger("akvcache")
 _NO_SCOPE = RequestScope()
@@ -57,9 +58,12 @@ class CacheEngine(Generic[KV]):
     One engine serves any number of concurrent calls. Using it from another loop or after closing raises `UsageError`.
     """
 
-    def __init__(self, context: Context[KV] | None, config: EngineConfig, degraded: str | None) -> None:
+    def __init__(
+        self, context: Context[KV] | None, config: EngineConfig, telemetry: Telemetry, degraded: str | None
+    ) -> None:
         self._context_or_none = context
         self._config = config
+        self._telemetry = telemetry
         self._degraded = degraded
         self._loop = asyncio.get_running_loop()
         self._frozen = False
@@ -69,19 +73,18 @@ class CacheEngine(Generic[KV]):
         state = "closed" if self._closed else self._degraded or "healthy"
         return f"<CacheEngine {state} {self._context_or_none and self._context_or_none.host!r}>"
 
-    @classmethod
+    @staticmethod
     @asynccontextmanager
     async def open(
-        cls,
         config: EngineConfig,
         *,
-        connector: KVConnector[KV],
+        connector: KVConnector[OpenKV],
         namespace: CacheNamespace | None = None,
         tiers: Sequence[Backend] | None = None,
         clock: Clock | None = None,
         tracer: Tracer | None = None,
         meter: Meter | None = None,
-    ) -> AsyncGenerator[CacheEngine[KV]]:
+    ) -> AsyncGenerator[CacheEngine[OpenKV]]:
         """Open an engine for the length of an ``async with`` block.
 
         Leaving the block stops intake, waits for queued writes (at most ``close_timeout_s``) and closes the tiers.
@@ -101,7 +104,7 @@ class CacheEngine(Generic[KV]):
                 engine opens without it, and `health` says why.
         """
         telemetry = Telemetry(tracer, meter)
-        engine: CacheEngine[KV]
+        engine: CacheEngine[OpenKV]
         try:
             parts = await assemble(
                 config,
@@ -111,11 +114,14 @@ class CacheEngine(Generic[KV]):
                 clock,
                 telemetry,
                 lambda reason: engine.degrade(reason),  # noqa: PLW0108 - bound later
+                lambda: engine.check_usable(),  # noqa: PLW0108
             )
-            engine = cls(parts, config, None)
-        except (MemoryError, InvariantError, OSError) as error:
+            engine = CacheEngine(parts, config, telemetry, None)
+        except (ConfigurationError, UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - engine edge: an engine that cannot open is an empty cache
             _log.exception("akvcache could not open and stays out of use")
-            engine = cls(None, config, f"init failed: {type(error).__name__}: {error}")
+            engine = CacheEngine(None, config, telemetry, f"init failed: {type(error).__name__}: {error}")
         try:
             yield engine
         finally:
@@ -137,7 +143,7 @@ class CacheEngine(Generic[KV]):
             UsageError: Tokens, scope or `lease_s` are not valid, or the engine is closed or on another loop.
         """
         check_lease_s(lease_s)
-        request = await self._request(tokens, scope, None)
+        request = await self._request(names.LOOKUP, tokens, scope, None)
         if request.stopped is not None:
             return LookupResult(hit_tokens=0, stopped=request.stopped)
         return await self._guard(
@@ -170,10 +176,11 @@ class CacheEngine(Generic[KV]):
             UsageError: An argument is not valid, before any I/O.
 
         Cancellation:
-            Waits for a running device copy; nothing writes into `kv` afterwards.
+            Waits for a running device copy, at most ``copy_timeout_s``; nothing writes into `kv` afterwards unless the
+            device hung for longer.
         """
         budget = self._budget(deadline_s, self._config.retrieve_deadline_s)
-        request = await self._request(tokens, scope, mask)
+        request = await self._request(names.RETRIEVE, tokens, scope, mask)
         self._check_kv(kv, request.num_tokens)
         self._check_lease(lease)
         empty = torch.zeros(request.num_tokens, dtype=torch.bool)
@@ -209,16 +216,14 @@ class CacheEngine(Generic[KV]):
             UsageError: An argument is not valid, before any I/O.
 
         Cancellation:
-            Waits for a running device copy; nothing reads `kv` afterwards. Chunks copied so far stay cached.
+            Waits for a running device copy, at most ``copy_timeout_s``; nothing reads `kv` afterwards unless the device
+            hung for longer. Chunks copied so far stay cached.
         """
         budget = self._budget(deadline_s, self._config.store_deadline_s)
-        request = await self._request(tokens, scope, mask)
+        request = await self._request(names.STORE, tokens, scope, mask)
         self._check_kv(kv, request.num_tokens)
-        stopped = request.stopped
-        if self._frozen and stopped in (None, StopReason.TOO_SHORT):
-            stopped = StopReason.FROZEN
-        if stopped is not None:
-            return self._stored_nothing(request.num_tokens, stopped)
+        if request.stopped is not None:
+            return self._stored_nothing(request.num_tokens, request.stopped)
         return await self._guard(
             operations.store(self._context, request, kv, budget),
             lambda reason: self._stored_nothing(request.num_tokens, reason),
@@ -236,7 +241,7 @@ class CacheEngine(Generic[KV]):
             Reads that have begun go on and leave their chunks in host memory.
         """
         budget = self._budget(deadline_s, self._config.retrieve_deadline_s)
-        request = await self._request(tokens, scope, None)
+        request = await self._request(names.PREFETCH, tokens, scope, None)
         if request.stopped is not None:
             return PrefetchResult(hit_tokens=0, ready_tokens=0, stopped=request.stopped)
         return await self._guard(
@@ -248,17 +253,17 @@ class CacheEngine(Generic[KV]):
 
     async def flush(self, *, timeout_s: float = 30.0) -> FlushResult:
         """Wait until every queued write has ended; the result says how many had not in time."""
-        self._check_usable()
+        self.check_usable()
         context = self._context_or_none
         return FlushResult(pending_chunks=0) if context is None else await whole.flush(context, timeout_s)
 
     async def clear(self, *, timeout_s: float = 60.0) -> ClearResult:
         """Forget everything of this namespace in every tier; after this returns nothing from before is visible.
 
-        Stores and retrieves in flight end with `StopReason.CLEARED`. A tier that cannot be emptied is taken out of
-        use and named in the result.
+        Stores in flight, and retrieves that have not asked for all their chunks yet, end with `StopReason.CLEARED`. A
+        tier that cannot be emptied is taken out of use and named in the result.
         """
-        self._check_usable()
+        self.check_usable()
         context = self._context_or_none
         if context is None:
             return ClearResult(dropped_chunks=0, failed_tiers=())
@@ -269,13 +274,13 @@ class CacheEngine(Generic[KV]):
 
         Entries of other versions in lower tiers stay there and leave by eviction.
         """
-        self._check_usable()
+        self.check_usable()
         if self._context_or_none is not None:
             await whole.set_weights_version(self._context_or_none, weights_version)
 
     def freeze(self, frozen: bool) -> None:  # noqa: FBT001 - the name and form are part of the fixed API
         """Stop storing (True) or store again (False); reading goes on."""
-        self._check_usable()
+        self.check_usable()
         self._frozen = frozen
 
     def health(self) -> Health:
@@ -316,7 +321,8 @@ class CacheEngine(Generic[KV]):
         if loop is not self._loop:
             raise UsageError("this engine belongs to another event loop; open one per loop, or use SyncCacheEngine")
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise `UsageError` on another loop than the engine's, or after closing."""
         self._check_loop()
         if self._closed:
             raise UsageError("this engine is closed")
@@ -337,21 +343,32 @@ class CacheEngine(Generic[KV]):
         check_deadline_s(deadline_s)
         return Budget(default_s if deadline_s is None else deadline_s)
 
-    async def _request(self, tokens: TokenSequence, scope: RequestScope, mask: Mask | None) -> Request:
-        """Validate a call, then ask the gates in order: init failed, unhealthy, passive, too short."""
-        self._check_usable()
+    async def _request(self, op: str, tokens: TokenSequence, scope: RequestScope, mask: Mask | None) -> Request:
+        """Validate a call and ask the gates; a closed one is counted as such, not as a miss."""
+        self.check_usable()
         context = self._context_or_none
         if context is None:
-            return without_keys(tokens, mask)
-        epoch = context.epoch
-        request = replace(await prepare(context.schema, context.executor, tokens, scope, mask), epoch=epoch)
-        if self._degraded is not None:
-            return replace(request, stopped=StopReason.UNHEALTHY)
+            request = without_keys(tokens, mask)
+        else:
+            epoch = context.epoch
+            request = replace(await prepare(context.schema, context.executor, tokens, scope, mask), epoch=epoch)
+        stopped = self._closed_gate(op, request)
+        if stopped is not None:
+            with self._telemetry.request(op, request.num_tokens, request.keyed) as span:
+                self._telemetry.finished(op, span, stopped, {})
+        return replace(request, stopped=stopped)
+
+    def _closed_gate(self, op: str, request: Request) -> StopReason | None:
+        """Ask the gates in order: init failed or unhealthy, passive, frozen, too short."""
+        if self._context_or_none is None or self._degraded is not None:
+            return StopReason.UNHEALTHY
         if self._config.passive:
-            return replace(request, stopped=StopReason.PASSIVE)
+            return StopReason.PASSIVE
+        if self._frozen and op == names.STORE:
+            return StopReason.FROZEN
         if not request.run.keys or request.num_tokens < self._config.min_tokens:
-            return replace(request, stopped=StopReason.TOO_SHORT)
-        return request
+            return StopReason.TOO_SHORT
+        return None
 
     async def _guard(self, call: Coroutine[object, object, R], empty: Callable[[StopReason], R]) -> R:
         """The engine edge: what is left of a fault becomes an empty answer and a degraded engine."""

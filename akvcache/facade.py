@@ -45,6 +45,7 @@ class Ticket(Generic[T]):
 
         Raises:
             UsageError: The call was not valid.
+            CancelledError: It was cancelled (`concurrent.futures.CancelledError`).
         """
         return self._future.result() if self._future.done() else None
 
@@ -65,7 +66,10 @@ class Ticket(Generic[T]):
 class SyncCacheEngine(Generic[KV]):
     """A `CacheEngine` on a private loop thread. A context manager; safe from any thread but its own.
 
-    Args are those of `CacheEngine.open`.
+    Blocking calls raise TimeoutError if the loop thread does not answer within the operation's own deadline and a
+    margin; the call then goes on, and `kv` must be left alone until `close`.
+
+    Args are those of `CacheEngine.open`, but for clock, tracer and meter, which are the defaults.
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class SyncCacheEngine(Generic[KV]):
         return self._engine.health()
 
     async def _enter(self) -> CacheEngine[KV]:
-        opening = CacheEngine[KV].open(
+        opening = CacheEngine.open(
             self._config, connector=self._connector, namespace=self._namespace, tiers=self._tiers
         )
         return await self._stack.enter_async_context(opening)

@@ -15,7 +15,7 @@ from akvcache.planner import plan_prefix
 from akvcache.request import Request
 from akvcache.results import NO_TIERS, LookupResult, PrefetchResult, RetrieveResult, StopReason, StoreResult
 from akvcache.storing import durable, store_run
-from akvcache.telemetry import Telemetry, names
+from akvcache.telemetry import names
 
 __all__ = ("lookup", "prefetch", "retrieve", "store")
 
@@ -37,7 +37,8 @@ async def lookup(context: Context[KV], request: Request, lease_s: float | None) 
             seconds = min(lease_s, context.config.max_lease_s)
             lease = context.host.lease(run.keys[:count], run.stops, plan.sources, seconds)
         stopped = None if count == len(run.keys) else missing
-        _finish(context.telemetry, names.LOOKUP, span, stopped, {names.TOKENS_HIT: plan.hit_tokens}, plan.by_tier)
+        counts = {names.TOKENS_TOTAL: request.num_tokens, names.TOKENS_HIT: plan.hit_tokens}
+        _finish(context, names.LOOKUP, span, stopped, counts, plan.by_tier)
         return LookupResult(hit_tokens=plan.hit_tokens, by_tier=plan.by_tier, lease=lease, stopped=stopped)
 
 
@@ -59,8 +60,12 @@ async def retrieve(
             stopped = StopReason.MISSING
         by_tier = by_source(done.sources, run, first)
         context.telemetry.broken_promise(plan.hit_tokens - (stop - start))
-        counts = {names.TOKENS_HIT: plan.hit_tokens, names.TOKENS_LOADED: stop - start}
-        _finish(context.telemetry, names.RETRIEVE, span, stopped, counts, by_tier)
+        counts = {
+            names.TOKENS_TOTAL: request.num_tokens,
+            names.TOKENS_HIT: plan.hit_tokens,
+            names.TOKENS_LOADED: stop - start,
+        }
+        _finish(context, names.RETRIEVE, span, stopped, counts, by_tier)
         return RetrieveResult(
             mask=mask, hit_tokens=plan.hit_tokens, loaded_tokens=stop - start, by_tier=by_tier, stopped=stopped
         )
@@ -70,12 +75,16 @@ async def store(context: Context[KV], request: Request, kv: KV, budget: Budget) 
     """Keep what is missing of a prompt."""
     run = request.run
     with context.telemetry.request(names.STORE, request.num_tokens, request.keyed) as span:
-        done = await store_run(context, request, kv, budget, span.get_span_context())
+        done, writes = await store_run(context, request, kv, budget, span.get_span_context())
         context.telemetry.phase(names.STORE, names.LEASE, done.lease)
         context.telemetry.phase(names.STORE, names.D2H, done.d2h)
         stored = run.tokens_before(done.reached)
-        counts = {names.TOKENS_STORED: stored, names.TOKENS_NEW: done.new_tokens}
-        _finish(context.telemetry, names.STORE, span, done.stopped, counts)
+        counts = {
+            names.TOKENS_TOTAL: request.num_tokens,
+            names.TOKENS_STORED: stored,
+            names.TOKENS_NEW: done.new_tokens,
+        }
+        _finish(context, names.STORE, span, done.stopped, counts)
         why = f" ({done.stopped.value.replace('_', ' ')})" if done.stopped else ""
         _log.info("stored %d of %d tokens%s", stored, request.num_tokens, why)
         return StoreResult(
@@ -84,7 +93,7 @@ async def store(context: Context[KV], request: Request, kv: KV, budget: Budget) 
             new_tokens=done.new_tokens,
             existing_tokens=done.existing_tokens,
             stopped=done.stopped,
-            _durable=lambda timeout_s: durable(context, run, stored, timeout_s),
+            _durable=lambda timeout_s: durable(context, run, stored, writes, timeout_s),
         )
 
 
@@ -98,18 +107,19 @@ async def prefetch(context: Context[KV], request: Request, budget: Budget) -> Pr
             context.telemetry.phase(names.PREFETCH, names.TIER_READ, phase, tier=tier)
         ready = run.tokens_before(len(done.sources))
         stopped = done.stopped or (StopReason.MISSING if len(plan.sources) < len(run.keys) else None)
-        counts = {names.TOKENS_HIT: plan.hit_tokens, names.TOKENS_LOADED: ready}
-        _finish(context.telemetry, names.PREFETCH, span, stopped, counts)
+        counts = {names.TOKENS_TOTAL: request.num_tokens, names.TOKENS_HIT: plan.hit_tokens, names.TOKENS_LOADED: ready}
+        _finish(context, names.PREFETCH, span, stopped, counts)
         return PrefetchResult(hit_tokens=plan.hit_tokens, ready_tokens=ready, stopped=stopped)
 
 
 def _finish(
-    telemetry: Telemetry,
+    context: Context[KV],
     op: str,
     span: Span,
     stopped: StopReason | None,
     tokens: Mapping[str, int],
     by_tier: Mapping[str, int] = NO_TIERS,
 ) -> None:
-    telemetry.finished(op, span, stopped.value if stopped else None, tokens)
-    telemetry.served(op, span, by_tier)
+    context.telemetry.finished(op, span, stopped, tokens)
+    context.telemetry.served(op, span, by_tier)
+    context.observe()

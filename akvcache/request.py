@@ -72,7 +72,7 @@ def without_keys(tokens: TokenSequence, mask: Mask | None) -> Request:
     """Check a call to an engine that never opened."""
     num_tokens = len(canonical_tokens(tokens)) // 4
     masked_head(mask, num_tokens)
-    return Request(num_tokens=num_tokens, run=ChunkRun((), ()), stopped=StopReason.UNHEALTHY)
+    return Request(num_tokens=num_tokens, run=ChunkRun((), ()))
 
 
 def check_deadline_s(value: float | None) -> None:

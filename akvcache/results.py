@@ -55,12 +55,10 @@ class StopReason(enum.StrEnum):
     """The engine is frozen: nothing is stored."""
     TOO_SHORT = "too_short"
     """Fewer tokens than one chunk, or than `EngineConfig.min_tokens`."""
-    NOT_WORTH_IT = "not_worth_it"
-    """Recomputing is faster."""
     CLEARED = "cleared"
     """`clear` or a weights change happened meanwhile."""
     CLOSED = "closed"
-    """The engine is closing."""
+    """The engine closed before a write began; on the write's span and metric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,8 @@ class StoreResult:
         stored_tokens: Longest prefix, from token 0, that is now cached in some tier.
         new_tokens: Tokens copied from `kv` by this call.
         existing_tokens: Tokens of chunks, after the mask's head, that were cached already.
-        stopped: Why not all whole chunks are kept; None if they are.
+        stopped: Why not all whole chunks behind the mask's head are kept; None if they are. `stored_tokens` is less
+            all the same where a chunk of the head is not cached.
     """
 
     total_tokens: int
@@ -154,7 +153,7 @@ class PrefetchResult:
     Attributes:
         hit_tokens: Tokens of the prefix cached when planned.
         ready_tokens: Tokens of the prefix, from token 0, in host memory when this returned.
-        stopped: Why it is shorter than the hit.
+        stopped: Why it is shorter than the prompt's whole chunks; None if all are ready.
     """
 
     hit_tokens: int

@@ -199,35 +199,41 @@ class Storer(Generic[KV]):
                 self._hold.discard(entry)
 
 
-async def store_run(context: Context[KV], request: Request, kv: KV, budget: Budget, cause: SpanContext) -> Storing:
-    """Store a request's chunks; their background writes get spans linked to `cause`."""
+async def store_run(
+    context: Context[KV], request: Request, kv: KV, budget: Budget, cause: SpanContext
+) -> tuple[Storing, Sequence[WriteSpan]]:
+    """Store a request's chunks; their background writes get spans linked to `cause`, which are returned as well."""
     keys = request.run.keys
     presence = await context.presence(keys, min(budget.left_s, context.config.lookup_deadline_s))
     spans = {queue: queue.span(cause, keys) for queue in context.queues if queue.tier.usable}
     storer = Storer(context, request, presence, budget, spans)
     try:
-        return await storer.run(kv)
+        return await storer.run(kv), list(spans.values())
     finally:
         for span in spans.values():
             span.end()
 
 
-async def durable(context: Context[KV], run: ChunkRun, stored: int, timeout_s: float | None) -> DurableResult:
+async def durable(
+    context: Context[KV], run: ChunkRun, stored: int, writes: Sequence[WriteSpan], timeout_s: float | None
+) -> DurableResult:
     """Wait for the writes of a store, then ask the persistent tiers what they hold of it."""
+    context.check_usable()
+    late = False
     try:
         async with asyncio.timeout(context.config.store_deadline_s if timeout_s is None else timeout_s):
             for queue in context.queues:
                 await queue.settled(run.keys)
     except TimeoutError:
-        return DurableResult(durable_tokens=0, stopped=StopReason.DEADLINE)
+        late = True
     lasting = {t.name for t in context.tiers if t.inactive is None and t.backend.capabilities.persistent}
     presence = await context.presence(run.keys, context.config.lookup_deadline_s)
     plan = plan_prefix(run, {name: has for name, has in presence.items() if name in lasting})
     kept = min(plan.hit_tokens, stored)
     if kept >= stored:
         return DurableResult(durable_tokens=kept)
-    reasons = [queue.failed for queue in context.queues if queue.failed is not None]
-    return DurableResult(durable_tokens=kept, stopped=reasons[0] if reasons else StopReason.MISSING)
+    failed = next((write.failed for write in writes if write.failed), StopReason.MISSING)
+    return DurableResult(durable_tokens=kept, stopped=StopReason.DEADLINE if late else failed)
 
 
 async def _copy_in(

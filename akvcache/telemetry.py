@@ -8,15 +8,15 @@ The parent is the caller's current context. Background writes outlive the store 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
 from opentelemetry import metrics, trace
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Meter
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
 
-__all__ = ("Attributes", "Phase", "Telemetry", "names")
+__all__ = ("Phase", "Telemetry", "names")
 
 
 class names:  # noqa: N801 - reads as a namespace: names.LOOKUP
@@ -44,6 +44,7 @@ class names:  # noqa: N801 - reads as a namespace: names.LOOKUP
     OP: Final = "akv.op"
     PHASE: Final = "akv.phase"
     OUTCOME: Final = "akv.outcome"
+    STATE: Final = "akv.state"
     BYTES: Final = "akv.bytes"
     CHUNKS: Final = "akv.chunks"
     BUSY_S: Final = "akv.busy_s"
@@ -60,9 +61,6 @@ class names:  # noqa: N801 - reads as a namespace: names.LOOKUP
     M_POOL_SLOTS: Final = "akv.pool.slots"
     M_QUEUE_BYTES: Final = "akv.writes.queued_bytes"
     M_BREAKER: Final = "akv.tier.breaker"
-
-
-Attributes = Mapping[str, str | int | float | bool]
 
 
 class Phase:
@@ -115,7 +113,11 @@ class Telemetry:
         )
         self._operations = counter(names.M_TIER_OPERATIONS, unit="{operation}", description="Tier calls by outcome")
         self._corrupt = counter(names.M_CORRUPT, unit="{chunk}", description="Chunks that did not verify")
-        self._evicted = counter(names.M_EVICTED, unit="{chunk}", description="Chunks evicted by tier and reason")
+        self._evicted = counter(names.M_EVICTED, unit="{chunk}", description="Chunks evicted from host memory")
+        gauge = self._meter.create_gauge
+        self._slots = gauge(names.M_POOL_SLOTS, unit="{slot}", description="Host slots by state")
+        self._queued = gauge(names.M_QUEUE_BYTES, unit="By", description="Bytes queued for writing by tier")
+        self._breaker = gauge(names.M_BREAKER, unit="1", description="Breaker: 0 closed, 1 half-open, 2 open")
         self._dropped = counter(
             names.M_WRITES_DROPPED, unit="{chunk}", description="Writes given up by tier and reason"
         )
@@ -148,6 +150,12 @@ class Telemetry:
         attributes.update({names.BUSY_S: done.busy_s, names.CHUNKS: done.chunks, names.BYTES: done.num_bytes})
         span = self._tracer.start_span(phase, start_time=done.first_ns, attributes=attributes)
         span.end(end_time=done.last_ns)
+
+    def written(self, tier: str, done: Phase) -> None:
+        """Count the background writes of one store to one tier."""
+        labels = {names.OP: names.STORE, names.PHASE: names.TIER_WRITE, names.TIER: tier}
+        self._seconds.record(done.busy_s, labels)
+        self._bytes.add(done.num_bytes, labels)
 
     def finished(self, op: str, span: Span, stopped: str | None, tokens: Mapping[str, int]) -> None:
         """Put the outcome of a call on its span and into the counters.
@@ -197,18 +205,15 @@ class Telemetry:
         links = [Link(cause)] if cause.is_valid else []
         return self._tracer.start_span(names.TIER_WRITE, context=_ROOT, links=links, attributes={names.TIER: tier})
 
-    def gauges(self, observe: Callable[[], Iterable[tuple[str, int, Attributes]]]) -> None:
-        """Register the gauges; `observe` yields (metric name, value, attributes), nothing once the engine is closed."""
+    def pool(self, slots: Mapping[str, int]) -> None:
+        """Set the gauge of host slots by state."""
+        for state, count in slots.items():
+            self._slots.set(count, {names.STATE: state})
 
-        def picked(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
-            return lambda _options: [Observation(value, dict(attrs)) for n, value, attrs in observe() if n == name]
-
-        for name, unit, text in (
-            (names.M_POOL_SLOTS, "{slot}", "Host slots by state"),
-            (names.M_QUEUE_BYTES, "By", "Bytes queued for writing by tier"),
-            (names.M_BREAKER, "1", "Circuit breaker by tier: 0 closed, 1 half-open, 2 open"),
-        ):
-            self._meter.create_observable_gauge(name, callbacks=[picked(name)], unit=unit, description=text)
+    def tier(self, tier: str, breaker: int, queued_bytes: int) -> None:
+        """Set the gauges of one tier."""
+        self._breaker.set(breaker, {names.TIER: tier})
+        self._queued.set(queued_bytes, {names.TIER: tier})
 
 
 _ROOT: Final = trace.set_span_in_context(trace.INVALID_SPAN)

@@ -3,8 +3,8 @@
 Owned by the engine, touched from its loop only. This is the tier edge: nothing raises out of here but cancellation; a
 tier that fails is a miss, a metric and a log line.
 
-A backend call is never cancelled. One that overruns its time counts as failed at once, and whoever owns the buffer
-keeps it until the call really ends (`Outcome.late`).
+A backend call that has a buffer is never cancelled while the engine is open. One that overruns its time counts as
+failed at once, and whoever owns the buffer keeps it until the call really ends (`Outcome.late`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Tier:
             ConfigurationError: The backend is configured wrongly.
         """
         try:
-            await self.backend.open(context)
+            async with asyncio.timeout(self._config.open_timeout_s):
+                await self.backend.open(context)
             self._reads = asyncio.Semaphore(self.backend.capabilities.max_reads)
             await self.backend.attach(schema.namespace_id, schema.describe())
             self.inactive = None
@@ -186,7 +187,10 @@ class Tier:
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Tell the backend that one request used this path."""
         if self.inactive is None:
-            self.backend.touch(keys)
+            try:
+                self.backend.touch(keys)
+            except Exception as error:  # noqa: BLE001 - tier edge: order of eviction is not worth a request
+                self._log("tier %s: touch failed: %s", error)
 
     async def _call(
         self, op: str, call: Callable[[], Coroutine[object, object, T]], timeout_s: float, retries: int
@@ -197,7 +201,11 @@ class Tier:
             if not self.breaker.allow():
                 break
             task = self._supervisor.spawn(_caught(call()), name=f"{self.name}-{op}")
-            await asyncio.wait([task], timeout=timeout_s)
+            try:
+                await asyncio.wait([task], timeout=timeout_s)
+            except asyncio.CancelledError:
+                self.breaker.undecided()
+                raise
             if not task.done():
                 kind, late = OutcomeKind.TIMEOUT, task
                 if timeout_s < min(self._config.lookup_deadline_s, self._config.io_timeout_s):
@@ -252,9 +260,9 @@ class Tier:
             self._hidden -= 1
 
     async def clear(self, schema: KeySchema, *, timeout_s: float) -> bool:
-        """Delete everything of a namespace; return whether all is gone. Use it inside `hidden`."""
+        """Delete everything of a namespace; return whether all is known to be gone. Use it inside `hidden`."""
         if self.inactive is not None:
-            return True
+            return False
         try:
             async with asyncio.timeout(timeout_s):
                 stored = [chunk.key async for chunk in self.backend.scan(schema.namespace_id)]

@@ -92,7 +92,7 @@ class Transfer(Generic[KV]):
             TransferError: The connector or the device failed, cause kept.
 
         Cancellation:
-            Waits for the copy to end, then raises.
+            Waits for the copying thread to end, then raises, but not for the device: run it as an owned task.
         """
         await self._copy(self._connector.gather, kv, spans, out)
 

@@ -34,7 +34,7 @@ async def clear(context: Context[KV], timeout_s: float) -> ClearResult:
     context.epoch += 1
     dropped = context.host.clear()
     for queue in context.queues:
-        queue.drop_queued(StopReason.CLEARED.value)
+        queue.drop_queued(StopReason.CLEARED)
         queue.disown_running()
     with contextlib.ExitStack() as hidden:
         for tier in context.tiers:  # all before the first is emptied: what is left must not reach host memory

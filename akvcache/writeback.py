@@ -22,11 +22,17 @@ from akvcache.keys import ChunkKey
 from akvcache.layout import KVLayout
 from akvcache.results import StopReason
 from akvcache.supervision import Supervisor, run_blocking
-from akvcache.telemetry import Telemetry, names
+from akvcache.telemetry import Phase, Telemetry, names
 from akvcache.tiers import Outcome, OutcomeKind, Tier
 
 __all__ = ("WriteQueue", "WriteSpan")
 
+_REASONS: Final = {
+    OutcomeKind.CAPACITY: StopReason.CAPACITY,
+    OutcomeKind.ERROR: StopReason.BACKEND_ERROR,
+    OutcomeKind.TIMEOUT: StopReason.BACKEND_ERROR,
+    OutcomeKind.UNAVAILABLE: StopReason.BACKEND_ERROR,
+}
 READ_YIELD_S: Final = 0.2
 """Longest a second writer stands back for reads before it goes on anyway."""
 
@@ -37,30 +43,31 @@ class WriteSpan:
     Args:
         span: The span.
         ended: Called with the last write.
+
+    Attributes:
+        failed: Why a write of this store failed, or was given up.
+        done: What was written, and how long that took.
     """
 
     def __init__(self, span: Span, ended: Callable[[], None]) -> None:
         self._span = span
         self._ended = ended
         self._open = 1
-        self._chunks = 0
-        self._bytes = 0
-        self._failed: str | None = None
+        self.failed: StopReason | None = None
+        self.done = Phase()
 
     def begin(self) -> None:
         """Count a write that will report to this span."""
         self._open += 1
 
-    def end(self, num_bytes: int = 0, failed: str | None = None) -> None:
+    def end(self, failed: StopReason | None = None) -> None:
         """Count a write that ended, or the store's own end."""
         self._open -= 1
-        self._bytes += num_bytes
-        self._chunks += bool(num_bytes)
-        self._failed = failed or self._failed
+        self.failed = failed or self.failed
         if self._open == 0:
-            self._span.set_attributes({names.CHUNKS: self._chunks, names.BYTES: self._bytes})
-            if self._failed:
-                self._span.set_attribute(names.STOPPED, self._failed)
+            self._span.set_attributes({names.CHUNKS: self.done.chunks, names.BYTES: self.done.num_bytes})
+            if self.failed:
+                self._span.set_attribute(names.STOPPED, self.failed)
             self._span.end()
             self._ended()
 
@@ -83,9 +90,6 @@ class WriteQueue:
         supervisor: Owns the workers.
         executor: Threads that seal.
         telemetry: Where drops are counted.
-
-    Attributes:
-        failed: Why the latest write failed; None if it did not.
     """
 
     def __init__(
@@ -112,7 +116,6 @@ class WriteQueue:
         self._workers = 0
         self._room: deque[asyncio.Future[None]] = deque()
         self.queued_bytes = 0
-        self.failed: StopReason | None = None
 
     def __repr__(self) -> str:
         return f"<WriteQueue {self.tier.name} {len(self._pending)} chunks, {self.queued_bytes} bytes>"
@@ -131,7 +134,13 @@ class WriteQueue:
 
         With the last write the tier learns that one request used the whole `path`.
         """
-        return WriteSpan(self._telemetry.write_span(self.tier.name, cause), lambda: self.tier.touch(path))
+
+        def ended() -> None:
+            self.tier.touch(path)
+            self._telemetry.written(self.tier.name, span.done)
+
+        span = WriteSpan(self._telemetry.write_span(self.tier.name, cause), ended)
+        return span
 
     async def offer(self, entry: Entry, span: WriteSpan, *, timeout_s: float) -> bool:
         """Queue a visible chunk for writing; a chunk already queued is not queued again.
@@ -143,12 +152,10 @@ class WriteQueue:
         if entry.key in self._pending:
             return True
         if not self.tier.usable:
-            self._telemetry.write_dropped(self.tier.name, "unavailable")
-            return False
+            return self._refuse(span, OutcomeKind.UNAVAILABLE)
         size = self._size(entry)
         if self.queued_bytes and self.queued_bytes + size > self._limit and not await self._has_room(size, timeout_s):
-            self._telemetry.write_dropped(self.tier.name, "queue_full")
-            return False
+            return self._refuse(span, OutcomeKind.TIMEOUT)
         if entry.key in self._pending:
             return True
         if entry.state is not ChunkState.RESIDENT:
@@ -163,6 +170,11 @@ class WriteQueue:
             self._workers += 1
             self._supervisor.spawn(self._work(first=self._workers == 1), name=f"{self.tier.name}-writer")
         return True
+
+    def _refuse(self, span: WriteSpan, kind: OutcomeKind) -> bool:
+        self._telemetry.write_dropped(self.tier.name, kind)
+        span.failed = _REASONS[kind]
+        return False
 
     async def _has_room(self, size: int, timeout_s: float) -> bool:
         try:
@@ -190,12 +202,12 @@ class WriteQueue:
         while self._pending:
             await self.settled(list(self._pending))
 
-    def drop_queued(self, reason: str) -> int:
+    def drop_queued(self, reason: StopReason) -> int:
         """Give up writes that have not begun; return how many."""
         dropped = list(self._queue)
         self._queue.clear()
         for item in dropped:
-            self._finish(item, failed=reason)
+            self._finish(item, reason)
         if dropped:
             self._telemetry.write_dropped(self.tier.name, reason, len(dropped))
         return len(dropped)
@@ -218,34 +230,33 @@ class WriteQueue:
             self._workers -= 1
 
     async def _write(self, item: _Item) -> None:
-        entry = item.entry
+        entry, frame = item.entry, item.entry.slot.frame[: self._size(item.entry)]
         outcome = Outcome(OutcomeKind.ERROR)
         try:
-            frame = entry.slot.frame[: self._size(entry)]
             if not entry.sealed:
                 await run_blocking(self._executor, _seal, frame, entry, self._layout.part_bytes(entry.num_tokens))
                 entry.sealed = True
-            outcome = await self.tier.write(entry.key, frame)
+            with item.span.done.piece():
+                outcome = await self.tier.write(entry.key, frame)
         finally:
-            failed = None if outcome.kind is OutcomeKind.OK else outcome.kind.value
-            full = outcome.kind is OutcomeKind.CAPACITY
-            self.failed = (StopReason.CAPACITY if full else StopReason.BACKEND_ERROR) if failed else None
-            if failed:
-                self._telemetry.write_dropped(self.tier.name, failed)
+            if outcome.kind is OutcomeKind.OK:
+                item.span.done.chunks += 1
+                item.span.done.num_bytes += len(frame)
+            else:
+                self._telemetry.write_dropped(self.tier.name, outcome.kind)
             if outcome.late is None:
-                self._finish(item, failed=failed)
+                self._finish(item, _REASONS.get(outcome.kind))
             else:
                 self._supervisor.spawn(self._finish_late(item, outcome.late), name=f"{self.tier.name}-late")
 
     async def _finish_late(self, item: _Item, late: asyncio.Task[object]) -> None:
         await asyncio.wait([late])
-        self._finish(item, failed=OutcomeKind.TIMEOUT.value)
+        self._finish(item, StopReason.BACKEND_ERROR)
 
-    def _finish(self, item: _Item, *, failed: str | None) -> None:
-        size = self._size(item.entry)
+    def _finish(self, item: _Item, failed: StopReason | None) -> None:
         self._pending.pop(item.entry.key, None)
-        self.queued_bytes -= size
-        item.span.end(0 if failed else size, failed)
+        self.queued_bytes -= self._size(item.entry)
+        item.span.end(failed)
         item.done.set_result(None)
         self._hold.discard(item.entry)
         for waiter in self._room:

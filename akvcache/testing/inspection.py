@@ -77,16 +77,18 @@ async def open_inspected(
 ) -> AsyncGenerator[Inspected[KV]]:
     """Open an engine like `CacheEngine.open` and show its parts as well."""
     engine: CacheEngine[KV]
+    telemetry = Telemetry(None, None)
     context = await assemble(
         config,
         connector,
         namespace or CacheNamespace(model="test"),
         tiers,
         clock,
-        Telemetry(None, None),
+        telemetry,
         lambda reason: engine.degrade(reason),  # noqa: PLW0108 - bound below
+        lambda: engine.check_usable(),  # noqa: PLW0108
     )
-    engine = CacheEngine(context, config, None)
+    engine = CacheEngine(context, config, telemetry, None)
     try:
         yield Inspected(engine, context)
     finally:

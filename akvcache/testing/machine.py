@@ -31,7 +31,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from typing_extensions import override
 
 from akvcache.backend import Backend
@@ -41,7 +41,7 @@ from akvcache.frame import frame_bytes
 from akvcache.host import HostLease
 from akvcache.keys import CacheNamespace, ChunkKey, RequestScope
 from akvcache.layout import KVLayout
-from akvcache.results import LookupResult, PrefetchResult, RetrieveResult, StoreResult
+from akvcache.results import LookupResult, PrefetchResult, RetrieveResult, StopReason, StoreResult
 from akvcache.testing.clock import VirtualClock
 from akvcache.testing.device import CopyFault, FakeDevice, FakeDeviceConnector, FakeEvent, Stepping
 from akvcache.testing.faulty import Fault, FaultKind, FaultyBackend, Op
@@ -87,10 +87,11 @@ class _Prompt(NamedTuple):
         return RequestScope(salt=self.salt or None)
 
 
+_PATHS: Final = ((1,), (1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2, 1, 1), (1, 1, 1, 2, 2), (2, 1, 1, 1, 1, 1))
 _PROMPTS: Final = st.builds(
     _Prompt,
-    st.sampled_from(("", "salted")),
-    st.lists(st.integers(1, 2), max_size=MAX_CHUNKS).map(tuple),
+    st.sampled_from(("", "", "", "salted")),
+    st.sampled_from((*_PATHS, *_PATHS, ())),
     st.sampled_from((0, 3)),
 )
 
@@ -140,10 +141,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.ops: list[_Op] = []
         self.idle: dict[int, np.ndarray] = {}
         self.serial = 10
-        self.harmed = False
+        self.calm = True
         for region in range(self.kv.num_regions):
             self._lay_idle(region)
         self._open()
+
+    @initialize(calm=st.sampled_from((True, False, False)))
+    def choose_weather(self, calm: bool) -> None:  # noqa: FBT001 - drawn by Hypothesis
+        """Decide whether anything will fail in this run."""
+        self.calm = calm
 
     def make_backend(self, tier: int, capacity_bytes: int) -> Backend:
         """Return an unopened backend over the storage of tier number `tier`; asked again after each restart."""
@@ -218,6 +224,20 @@ class EngineMachine(RuleBasedStateMachine):
 
         self._start(self.engine.prefetch(prompt.tokens, scope=prompt.scope), check, None)
 
+    @precondition(lambda self: self.idle and len(self.ops) < MAX_OPS)
+    @rule(prompt=_PROMPTS)
+    def store(self, prompt: _Prompt) -> None:
+        """Store, start to end."""
+        self.start_store(prompt, 0)
+        self._finish(self.ops[-1])
+
+    @precondition(lambda self: self.idle and len(self.ops) < MAX_OPS)
+    @rule(prompt=_PROMPTS)
+    def retrieve(self, prompt: _Prompt) -> None:
+        """Retrieve, start to end."""
+        self.start_retrieve(prompt, 0)
+        self._finish(self.ops[-1])
+
     @precondition(lambda self: self.ops)
     @rule(which=st.integers(0, MAX_OPS - 1))
     def finish(self, which: int) -> None:
@@ -242,11 +262,6 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.loop.step()
 
-    @rule()
-    def breathe(self) -> None:
-        """Let threads report."""
-        self._do(asyncio.sleep(0.001))
-
     @precondition(lambda self: self.idle)
     @rule(chunks=st.integers(2, MAX_CHUNKS))
     def press(self, chunks: int) -> None:
@@ -255,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.start_store(_Prompt("", (self.serial,) * chunks), 0)
         self._finish(self.ops[-1])
 
-    @precondition(lambda self: self.idle and not self.ops and not self.harmed)
+    @precondition(lambda self: self.calm and self.idle and not self.ops)
     @rule(prompt=_PROMPTS)
     def promise_and_keep(self, prompt: _Prompt) -> None:
         """In calm weather, a lease is kept whatever is stored in between."""
@@ -285,28 +300,36 @@ class EngineMachine(RuleBasedStateMachine):
         """Let leases expire and breakers close."""
         self.clock.advance(seconds)
 
-    @rule()
+    @rule(
+        what=st.sampled_from(("clear", "weights", "freeze", "rest", "restart")), version=st.sampled_from(("v1", "v2"))
+    )
+    def change(self, what: str, version: str) -> None:
+        """Do something to the whole cache."""
+        if what == "clear":
+            self.clear()
+        elif what == "weights":
+            self._do(self.engine.set_weights_version(version))
+            self.version = version
+        elif what == "freeze":
+            self._do(self._frozen_store())
+        elif what == "rest":
+            self.rest()
+        else:
+            self.restart()
+
     def clear(self) -> None:
         """Forget everything; stores of the same keys have other bytes from now on."""
         self._do(self.engine.clear(timeout_s=5.0))
         self.generations[self.version] += 1
         assert not any(lease.live for lease in self.leases)
 
-    @rule(version=st.sampled_from(("v1", "v2")))
-    def change_weights(self, version: str) -> None:
-        """Move to another namespace, or to the same again."""
-        self._do(self.engine.set_weights_version(version))
-        self.version = version
+    async def _frozen_store(self) -> None:
+        self.engine.freeze(True)  # noqa: FBT003
+        kept = await self.engine.store([1] * CHUNK, self.kv.slots(0))
+        assert (kept.stopped, kept.new_tokens) == (StopReason.FROZEN, 0), kept
+        self.engine.freeze(False)  # noqa: FBT003
 
-    @rule(frozen=st.booleans())
-    def freeze(self, frozen: bool) -> None:  # noqa: FBT001 - drawn by Hypothesis
-        """Stop or resume storing."""
-
-        async def freeze() -> None:
-            self.engine.freeze(frozen)
-
-        self._do(freeze())
-
+    @precondition(lambda self: not self.calm)
     @rule(tier=st.integers(0, 1), fault=_FAULTS, count=st.integers(1, 6), retryable=st.booleans())
     def break_tier(self, tier: int, fault: tuple[Op, FaultKind], count: int, retryable: bool) -> None:  # noqa: FBT001
         """Let the next few calls of one operation go wrong."""
@@ -314,8 +337,8 @@ class EngineMachine(RuleBasedStateMachine):
         first = backend.calls[op]
         calls = range(first, first + count)
         backend.plan = [*backend.plan[-3:], Fault(op=op, kind=kind, calls=calls, retryable=retryable)]
-        self.harmed = True
 
+    @precondition(lambda self: not self.calm)
     @rule()
     def heal(self) -> None:
         """End all faults of the tiers; what hung goes on."""
@@ -323,23 +346,17 @@ class EngineMachine(RuleBasedStateMachine):
             backend.plan = []
             backend.release()
 
+    @precondition(lambda self: not self.calm)
     @rule(fault=st.sampled_from((CopyFault.RAISE, CopyFault.BREAK)))
     def break_copy(self, fault: CopyFault) -> None:
         """Let the next device copy fail."""
         self.device.fail_next(fault)
-        self.harmed = True
 
     @rule()
     def stall_device(self) -> None:
         """From now on copies wait until a call has to end."""
         self.device.stall()
 
-    @rule()
-    def run_device(self) -> None:
-        """Let copies happen, and go on happening."""
-        self.device.run()
-
-    @rule()
     def rest(self) -> None:
         """Let everything end: nothing may be left over."""
         self.heal()
@@ -348,7 +365,6 @@ class EngineMachine(RuleBasedStateMachine):
         self._collect_leases()
         self._do(self.inspected.rest(leases=len(self.leases)))
 
-    @rule()
     def restart(self) -> None:
         """Close and open on the same storage."""
         self.rest()
@@ -445,7 +461,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _do(self, call: Coroutine[object, object, R]) -> R:
         """Run a call to its end."""
-        self.run_device()
+        self.device.run()
         return self.loop.run_until_complete(asyncio.wait_for(call, LIMIT_S))
 
     def _start(self, call: Coroutine[object, object, R], check: Callable[[R], None], region: int | None) -> None:
@@ -511,7 +527,7 @@ class EngineMachine(RuleBasedStateMachine):
             promised(loaded.hit_tokens)
             start, stop = head * CHUNK, head * CHUNK + loaded.loaded_tokens
             mask = [start <= at < stop for at in range(len(prompt.tokens))]
-            assert loaded.mask.tolist() == mask, loaded
+            assert torch.equal(loaded.mask, torch.tensor(mask, dtype=torch.bool)), loaded
             assert loaded.loaded_tokens <= loaded.hit_tokens, loaded
             assert sum(loaded.by_tier.values()) == loaded.loaded_tokens, loaded
             after = self.kv.read(region)

@@ -43,7 +43,7 @@ from .files import (
 )
 from .ledger import UsageLedger
 from .manifest import conflict, encode_manifest, read_manifest, write_manifest
-from .names import LOCK, MANIFEST, SPARE, TMP, ChunkPlace, place_of
+from .names import LOCK, MANIFEST, SPARE, TMP, place_of
 from .owners import Owner
 from .queries import status_of
 from .recovery import DIRECTORY_BYTES, Census, take_census, temp_charge
@@ -95,6 +95,7 @@ class CacheDirectory:
         self._limit_bytes = capacity_bytes - HEADROOM_BYTES
         self._spare_limit_bytes = spare_limit_bytes
         self._attached: set[str] = set()
+        self._emptied: set[tuple[str, str]] = set()  # directories that may have lost their last chunk
         self._names = itertools.count()
         self.num_recycled = 0
 
@@ -152,7 +153,7 @@ class CacheDirectory:
             self._retry_entered(self._find_own_directory)
             with directory(self.root, place.namespace, place.fan_out) as parent:
                 reservation = self._adopt(place.name, parent, size)
-            self._reap(place)
+            self._emptied.add((place.namespace, place.fan_out))
             return reservation or self._allocate(size)
 
     def commit(self, reservation: Reservation, key: ChunkKey) -> int:
@@ -168,6 +169,7 @@ class CacheDirectory:
             written = allocated(regular_stat(reservation.name, own))
             with self._made(place.namespace, place.fan_out) as parent:
                 first = stat_or_none(place.name, parent)
+                self._emptied.discard((place.namespace, place.fan_out))
                 if first is None:
                     os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
                 else:
@@ -208,7 +210,9 @@ class CacheDirectory:
         live.add(self.owner.name)
         census = take_census(self.root, live=live, keep=self._attached, sole=len(live) == 1)
         self.ledger.reset(used_bytes=census.used_bytes, spare_bytes=census.spare_bytes)
+        self._emptied = census.empty
         self._trim_spares(self._spare_limit_bytes)
+        self._fits(0)
         return census
 
     def _retry_entered(self, step: Callable[[], T]) -> T:
@@ -259,11 +263,20 @@ class CacheDirectory:
         with directory(self.root, *names) as handle:
             yield handle
 
-    def _reap(self, place: ChunkPlace) -> None:
-        """Remove a chunk's directory if that was the last chunk in it."""
-        with suppress(OSError), directory(self.root, place.namespace) as parent:
-            os.rmdir(place.fan_out, dir_fd=parent)
-            self.ledger.shrink(DIRECTORY_BYTES)
+    def _fits(self, nbytes: int, size: int = 0) -> bool:
+        """Return whether `nbytes` more fit, if need be by removing directories that have lost their chunks.
+
+        Only when those together hold a frame of `size` bytes or more: removing one takes milliseconds, the next
+        chunk may want it again, and below that an eviction is cheaper.
+        """
+        short = self.ledger.used_bytes + nbytes - self._limit_bytes
+        while short > 0 and len(self._emptied) * DIRECTORY_BYTES >= max(short, size):
+            namespace, fan_out = self._emptied.pop()
+            with suppress(OSError), directory(self.root, namespace) as parent:
+                os.rmdir(fan_out, dir_fd=parent)
+                self.ledger.shrink(DIRECTORY_BYTES)
+                short -= DIRECTORY_BYTES
+        return short <= 0
 
     def _allocate(self, size: int) -> Reservation | None:
         """Return a spare or a new file, or None if there is no room for one."""
@@ -274,7 +287,7 @@ class CacheDirectory:
             if reservation is not None:
                 return reservation
         charge = temp_charge(size)
-        if self.ledger.used_bytes + charge > self._limit_bytes:
+        if not self._fits(charge, size):
             return None
         with directory(self.root, TMP, self.owner.name) as own:
             name = self._next_name()
@@ -286,7 +299,7 @@ class CacheDirectory:
         """Take a counted file for a frame of `size` bytes; if that would not fit, remove it and return None."""
         had = allocated(regular_stat(name, parent))
         charge = temp_charge(size)
-        if self.ledger.used_bytes - had + charge > self._limit_bytes:
+        if not self._fits(charge - had, size):
             self._unlink(name, parent, had)
             return None
         temp = self._next_name()
@@ -351,7 +364,8 @@ class CacheDirectory:
                         raise
                 else:
                     removed += 1
-                self._reap(place)
+                    self._emptied.add((place.namespace, place.fan_out))
+            self._fits(0)
         return removed
 
     def _next_name(self) -> str:

@@ -44,6 +44,7 @@ class Census:
         chunks: Allocated bytes by key, by namespace.
         used_bytes: Everything below the root; files that live writers are writing count `temp_charge`.
         spare_bytes: The part of it in spare files.
+        empty: Chunk directories without a chunk, as (namespace, fan-out).
         num_ignored: Things that are not ours: other names, links, pipes. They count, and are left alone.
         num_unreadable: Directories that could not be read.
     """
@@ -51,6 +52,7 @@ class Census:
     chunks: dict[NamespaceId, dict[ChunkKey, int]] = field(default_factory=dict[NamespaceId, dict[ChunkKey, int]])
     used_bytes: int = 0
     spare_bytes: int = 0
+    empty: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     num_ignored: int = 0
     num_unreadable: int = 0
 
@@ -61,7 +63,7 @@ class Census:
 
 
 def take_census(root: Path, *, live: Collection[str], keep: Collection[str], sole: bool) -> Census:
-    """Count everything below `root` and remove empty directories.
+    """Count everything below `root` and remove namespaces without chunks.
 
     Args:
         root: The root.
@@ -121,9 +123,7 @@ def _count_fan_out(census: Census, place: ChunkPlace, path: str, chunks: dict[Ch
         elif status is not None:
             chunks[key] = allocated(status)
     if empty:
-        with suppress(OSError):
-            os.rmdir(path)  # noqa: PTH106
-            census.used_bytes -= DIRECTORY_BYTES
+        census.empty.add((place.namespace, place.fan_out))
 
 
 def _count_temps(census: Census, path: str, live: Collection[str]) -> None:
@@ -171,7 +171,12 @@ def _entries(census: Census, path: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _remove_namespace(census: Census, namespace: os.DirEntry[str]) -> None:
-    """Remove a namespace that holds nothing but its manifest."""
+    """Remove a namespace that holds nothing but its manifest and empty directories."""
+    for name, fan_out in [place for place in census.empty if place[0] == namespace.name]:
+        with suppress(OSError):
+            os.rmdir(os.path.join(namespace.path, fan_out))  # noqa: PTH106, PTH118
+            census.used_bytes -= DIRECTORY_BYTES
+            census.empty.discard((name, fan_out))
     manifest = os.path.join(namespace.path, MANIFEST)  # noqa: PTH118
     with suppress(OSError):
         status = os.stat(manifest, follow_symlinks=False)  # noqa: PTH116

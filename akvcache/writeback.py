@@ -152,10 +152,10 @@ class WriteQueue:
         if entry.key in self._pending:
             return True
         if not self.tier.usable:
-            return self._refuse(span, OutcomeKind.UNAVAILABLE)
+            return self._refuse(span, "unavailable")
         size = self._size(entry)
         if self.queued_bytes and self.queued_bytes + size > self._limit and not await self._has_room(size, timeout_s):
-            return self._refuse(span, OutcomeKind.TIMEOUT)
+            return self._refuse(span, "queue_full")
         if entry.key in self._pending:
             return True
         if entry.state is not ChunkState.RESIDENT:
@@ -171,9 +171,9 @@ class WriteQueue:
             self._supervisor.spawn(self._work(first=self._workers == 1), name=f"{self.tier.name}-writer")
         return True
 
-    def _refuse(self, span: WriteSpan, kind: OutcomeKind) -> bool:
-        self._telemetry.write_dropped(self.tier.name, kind)
-        span.failed = _REASONS[kind]
+    def _refuse(self, span: WriteSpan, why: str) -> bool:
+        self._telemetry.write_dropped(self.tier.name, why)
+        span.failed = StopReason.BACKEND_ERROR
         return False
 
     async def _has_room(self, size: int, timeout_s: float) -> bool:

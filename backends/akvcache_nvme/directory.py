@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from akvcache.keys import ChunkKey, NamespaceId
+from akvcache.layout import PAGE_BYTES
 
 from .files import (
     ABSENT,
@@ -111,8 +112,11 @@ class CacheDirectory:
 
     def probe_direct(self) -> OSError | None:
         """Try O_DIRECT in the owner's directory; return the error if the file system refuses it."""
-        with directory(self.root, TMP, self.owner.name) as own:
-            return probe_direct(own)
+        with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
+            self.ledger.grow(PAGE_BYTES)
+            refusal = probe_direct(own)
+            self.ledger.shrink(PAGE_BYTES)
+            return refusal
 
     def close(self) -> None:
         """Remove the owner's directory and let go. Idempotent."""
@@ -194,6 +198,11 @@ class CacheDirectory:
     def evict(self, keys: Sequence[ChunkKey]) -> int:
         """Remove chunks and give their blocks back to the device; return how many were there."""
         return self._remove(keys, self._unlink)
+
+    def squeeze(self, size: int) -> bool:
+        """Return whether a frame fits after removing directories that have lost their chunks."""
+        with self.ledger.locked():
+            return self._fits(temp_charge(size))
 
     def drop_spares(self) -> None:
         """Give the blocks of all spare files back to the device."""

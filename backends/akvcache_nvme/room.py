@@ -100,6 +100,8 @@ class RoomKeeper:
             elif self._unknown() >= self._unknown_bytes + size:
                 await self.census()
                 room = await run_blocking(self._executor, self._files.reserve, key, size)
+            elif await run_blocking(self._executor, self._files.squeeze, size):
+                room = await run_blocking(self._executor, self._files.reserve, key, size)
             else:
                 raise CapacityExhausted(
                     "the tier is full of chunks that may not leave", backend="nvme", op="write", key=key

@@ -142,10 +142,12 @@ class Context(Generic[KV]):
         except asyncio.CancelledError:
             await settle(task, limit)
             raise
-        if task.done():
-            return task.result()
-        self.degrade(f"a device copy ({name}) took longer than {limit} s")
-        return StopReason.TRANSFER_ERROR
+        finally:
+            if not task.done():
+                self.degrade(f"a device copy ({name}) took longer than {limit} s")
+        if not task.done():
+            return StopReason.TRANSFER_ERROR
+        return StopReason.CLOSED if task.cancelled() else task.result()
 
     def log_transfer(self, error: TransferError) -> None:
         """Log a failed device copy with its cause."""

@@ -335,8 +335,14 @@ class CacheEngine(Generic[KV]):
             raise UsageError(f"{lease!r} was granted by another engine")
 
     def _check_kv(self, kv: KV, num_tokens: int) -> None:
-        if self._context_or_none is not None:
+        if self._context_or_none is None:
+            return
+        try:
             self._context_or_none.connector.check(kv, num_tokens)
+        except UsageError:
+            raise
+        except Exception as error:  # the connector is foreign code: what it cannot read is not a valid kv
+            raise UsageError(f"kv is not understood: {type(error).__name__}: {error}") from error
 
     @staticmethod
     def _budget(deadline_s: float | None, default_s: float) -> Budget:

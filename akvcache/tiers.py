@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -121,13 +120,17 @@ class Tier:
         await asyncio.wait([task], timeout=self._config.io_timeout_s)
         _, error = task.result() if task.done() and not task.cancelled() else (None, BackendTimeout())
         if error is not None:
-            self.inactive = f"namespace refused: {type(error).__name__}: {error}"
-            _log.warning("tier %s is inactive: %s", self.name, self.inactive)
+            self.retire(f"namespace refused: {type(error).__name__}: {error}")
 
     @property
     def usable(self) -> bool:
         """Whether it is worth asking; does not use up a half-open probe."""
         return self.inactive is None and not self._hidden and self.breaker.state is not BreakerState.OPEN
+
+    @property
+    def num_doomed(self) -> int:
+        """Chunks it hides until they are deleted."""
+        return len(self._doomed)
 
     @property
     def quiet(self) -> asyncio.Event:
@@ -171,13 +174,13 @@ class Tier:
         except ChunkCorrupt as error:
             self._telemetry.corrupt(self.name)
             self._log("tier %s: dropped a corrupt chunk: %s", error)
-            await self._call("delete", lambda: self.backend.delete(key), self._config.io_timeout_s, retries=0)
+            await self._drop(key, retries=0)
             return Outcome(OutcomeKind.CORRUPT)
         return outcome
 
     async def write(self, key: ChunkKey, frame: memoryview) -> Outcome:
         """Write a sealed frame."""
-        if not self.usable:
+        if not self.usable or key in self._doomed:
             return Outcome(OutcomeKind.UNAVAILABLE)
         outcome, _ = await self._call(
             "write", lambda: self.backend.write(key, frame), self._config.io_timeout_s, self._config.io_retries
@@ -247,32 +250,38 @@ class Tier:
 
     async def _bury(self, key: ChunkKey, late: asyncio.Future[object]) -> None:
         await asyncio.wait([late])
-        await self._call("delete", lambda: self.backend.delete(key), self._config.io_timeout_s, retries=1)
-        self._doomed.discard(key)
+        await self._drop(key, retries=1)
 
-    @contextmanager
-    def hidden(self) -> Generator[None]:
-        """Show nothing and take nothing meanwhile."""
+    async def _drop(self, key: ChunkKey, *, retries: int) -> None:
+        """Delete a chunk that must not be served again; what cannot be deleted stays hidden."""
+        self._doomed.add(key)
+        outcome, _ = await self._call("delete", lambda: self.backend.delete(key), self._config.io_timeout_s, retries)
+        if outcome.kind is OutcomeKind.OK:
+            self._doomed.discard(key)
+
+    def empty(self, schema: KeySchema) -> asyncio.Task[None]:
+        """Start to delete everything of a namespace; the tier shows and takes nothing until that has ended.
+
+        A failure takes the tier out of use.
+        """
         self._hidden += 1
+        return self._supervisor.spawn(self._empty(schema), name=f"{self.name}-clear")
+
+    async def _empty(self, schema: KeySchema) -> None:
         try:
-            yield
+            stored = [chunk.key async for chunk in self.backend.scan(schema.namespace_id)]
+            for key in stored:
+                await self.backend.delete(key)
+        except Exception as error:  # noqa: BLE001 - tier edge
+            self.retire(f"clear failed: {type(error).__name__}: {error}")
         finally:
             self._hidden -= 1
 
-    async def clear(self, schema: KeySchema, *, timeout_s: float) -> bool:
-        """Delete everything of a namespace; return whether all is known to be gone. Use it inside `hidden`."""
-        if self.inactive is not None:
-            return False
-        try:
-            async with asyncio.timeout(timeout_s):
-                stored = [chunk.key async for chunk in self.backend.scan(schema.namespace_id)]
-                for key in stored:
-                    await self.backend.delete(key)
-            return True
-        except Exception as error:  # noqa: BLE001 - tier edge
-            _log.warning("tier %s: clear failed: %s: %s", self.name, type(error).__name__, error)
-            self.inactive = "clear failed: it may still hold entries that should be gone"
-            return False
+    def retire(self, reason: str) -> None:
+        """Take the tier out of use for good."""
+        if self.inactive is None:
+            self.inactive = reason
+            _log.warning("tier %s is inactive: %s", self.name, reason)
 
     async def aclose(self, timeout_s: float) -> None:
         """Close the backend; never raises."""

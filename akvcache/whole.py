@@ -29,17 +29,24 @@ async def clear(context: Context[KV], timeout_s: float) -> ClearResult:
     """See `CacheEngine.clear`.
 
     The epoch ends operations in flight; the host index hides its chunks at once; queued writes are given up; a key
-    whose write is running stays hidden until that write has ended and its entry is deleted.
+    whose write is running stays hidden until that write has ended and its entry is deleted. All tiers are hidden
+    before the first is emptied, so that nothing of one reaches host memory meanwhile.
+
+    Cancellation:
+        Only this wait ends: the tiers stay hidden and are emptied in the background.
     """
     context.epoch += 1
     dropped = context.host.clear()
     for queue in context.queues:
         queue.drop_queued(StopReason.CLEARED)
         queue.disown_running()
-    with contextlib.ExitStack() as hidden:
-        for tier in context.tiers:  # all before the first is emptied: what is left must not reach host memory
-            hidden.enter_context(tier.hidden())
-        failed = [tier.name for tier in context.tiers if not await tier.clear(context.schema, timeout_s=timeout_s)]
+    emptying = {tier: tier.empty(context.schema) for tier in context.tiers if tier.inactive is None}
+    if emptying:
+        await asyncio.wait(emptying.values(), timeout=timeout_s)
+    for tier, task in emptying.items():
+        if not task.done():
+            tier.retire(f"clear failed: not done in {timeout_s} s")
+    failed = [tier.name for tier in context.tiers if tier.inactive is not None]
     return ClearResult(dropped_chunks=dropped, failed_tiers=failed)
 
 

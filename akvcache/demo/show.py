@@ -168,8 +168,8 @@ def _trees(spans: Sequence[SpanRecord]) -> list[Tree]:
 def _label(span: SpanRecord) -> str:
     attributes = {name.removeprefix("akv.").removeprefix("demo."): value for name, value in span.attributes.items()}
     shown = [f"{name}={_value(name, attributes[name])}" for name in KEY_ATTRIBUTES if attributes.get(name)]
-    linked = " (background)" if span.links else ""
-    return f"[cyan]{span.name}[/cyan]{linked}  [bold]{span.duration_s * 1e3:.1f} ms[/bold]  {escape('  '.join(shown))}"
+    name = f"[cyan]{span.name}[/cyan]{' (linked)' if span.links else ''}"
+    return "  ".join((name, f"[bold]{span.duration_s * 1e3:.1f} ms[/bold]", *map(escape, shown)))
 
 
 def _value(name: str, value: Value) -> str:

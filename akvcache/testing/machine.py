@@ -368,7 +368,8 @@ class EngineMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         """Close and open on the same storage."""
         self.rest()
-        failed = [number for number, tier in enumerate(self.inspected.context.tiers) if tier.inactive is not None]
+        tiers = enumerate(self.inspected.context.tiers)
+        failed = [number for number, tier in tiers if tier.inactive is not None or tier.num_doomed]
         self._close()
         for number in failed:
             self.wipe_storage(number)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from .directory import HEADROOM_BYTES, CacheDirectory, Found, Reservation
 from .files import ABSENT, allocated
 from .index import ChunkIndex
 from .manifest import difference, other_manifests
-from .names import TMP, place_of
+from .names import place_of
 from .options import DirectMode, NvmeOptions
 from .recovery import temp_charge
 from .room import BATCH, RoomKeeper
@@ -122,7 +123,7 @@ class NvmeBackend:
         )
         self._io = ThreadPoolExecutor(threads, thread_name_prefix="akv-nvme-io")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="akv-nvme-lookup")
-        self._chunks = ChunkIO(self._root, self._io)
+        self._chunks = ChunkIO(self._io)
         self._room = RoomKeeper(self._files, self._index, self._io, capacity_bytes)
         self._running = 0
         self._idle = asyncio.Event()
@@ -163,7 +164,7 @@ class NvmeBackend:
             used_bytes=self._files.ledger.used_bytes,
             spare_bytes=self._files.ledger.spare_bytes,
             capacity_bytes=self._capacity_bytes,
-            direct=self._chunks.direct,
+            direct=self._files.open_flags != 0,
             evictions=self._room.evictions,
             recycled=self._files.num_recycled,
             leftovers_reclaimed=self._files.owner.num_reclaimed,
@@ -279,7 +280,7 @@ class NvmeBackend:
             return
         refusal = await run_blocking(self._io, self._files.probe_direct)
         if refusal is None:
-            self._chunks.direct = True
+            self._files.open_flags = os.O_DIRECT
         elif self._direct is DirectMode.ON:
             raise ConfigurationError(f"nvme: direct=on, but {self._root} refuses O_DIRECT: {refusal}")
         else:
@@ -321,7 +322,7 @@ class NvmeBackend:
 
     async def _read(self, key: ChunkKey, into: memoryview) -> int | None:
         try:
-            size, status = await self._chunks.read(place_of(key), into)
+            chunk = await run_blocking(self._io, queries.open_chunk, self._root, key, self._files.open_flags)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
@@ -329,12 +330,17 @@ class NvmeBackend:
                 _log.warning("%s is not a file of ours and is ignored: %s", Path(*place_of(key)), error)
             await self._missed(key)
             return None
-        if not await run_blocking(self._io, queries.still_names, self._root, key, status):
+        size = chunk.status.st_size
+        try:
+            done = await self._chunks.read(chunk.file, into[:size])
+        finally:
+            is_same = await run_blocking(self._io, queries.close_chunk, self._root, key, chunk)
+        if not is_same:
             await self._missed(key)  # evicted, and perhaps overwritten while it was read
             return None
         if key not in self._index:
-            await self._discovered(key, allocated(status))
-        return size
+            await self._discovered(key, allocated(chunk.status))
+        return size if done == min(size, len(into)) else done
 
     async def _write(self, key: ChunkKey, frame: memoryview) -> None:
         try:
@@ -352,7 +358,7 @@ class NvmeBackend:
             self._index.add(key, room.allocated_bytes)
             return
         try:
-            await self._chunks.write((TMP, self._files.owner.name, room.name), frame)
+            await self._chunks.write(room.file, frame)
             nbytes = await run_blocking(self._io, self._files.commit, room, key)
         except BaseException as error:
             await self._abandon(room)

@@ -19,6 +19,7 @@ Blocking; runs on executor threads. Each step holds the ledger's lock from its f
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import secrets
@@ -65,11 +66,13 @@ class Reservation:
 
     Attributes:
         name: The file.
-        charge: Bytes it counts until it is committed or abandoned.
+        charge: Bytes it counts until it is committed or abandoned, which also closes it.
+        file: It, open for writing.
     """
 
     name: str
     charge: int
+    file: io.FileIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class CacheDirectory:
         owner: This process's mark.
         ledger: Usage of all processes.
         num_recycled: Files given out that were an older chunk's.
+        open_flags: ``os.O_DIRECT`` or 0, for chunk files.
     """
 
     def __init__(self, root: Path, *, capacity_bytes: int, spare_limit_bytes: int) -> None:
@@ -99,6 +103,7 @@ class CacheDirectory:
         self._emptied: set[tuple[str, str]] = set()  # directories that may have lost their last chunk
         self._names = itertools.count()
         self.num_recycled = 0
+        self.open_flags = 0
 
     @property
     def excess_bytes(self) -> int:
@@ -138,27 +143,38 @@ class CacheDirectory:
         with self.ledger.locked():
             return self._retry_entered(lambda: self._announce(name, text))
 
+    def looks_full(self, size: int) -> bool:
+        """Return whether a frame needs an eviction, as far as last seen."""
+        return not self.ledger.spare_bytes and self.ledger.used_bytes + temp_charge(size) > self._limit_bytes
+
     def reserve(self, key: ChunkKey, size: int) -> Reservation | Found | None:
         """Return a file for a frame of `size` bytes, or None if there is no room without an eviction."""
-        status = status_of(self.root, key)
-        if status is not None:
-            return Found(allocated(status))
+        found = self._find(key)
+        if found is not None:
+            return found
         with self.ledger.locked():
-            return self._retry_entered(lambda: self._allocate(size))
+            name = self._retry_entered(lambda: self._allocate(size))
+        return self._open(name, size)
 
-    def recycle(self, victim: ChunkKey, size: int) -> Reservation | None:
+    def recycle(self, victim: ChunkKey, key: ChunkKey, size: int) -> Reservation | Found | None:
         """Evict a chunk and return its file, or another, for a frame of `size` bytes; None if one is not enough.
+
+        If `key` is there already, the victim stays.
 
         Raises:
             OSError: With an errno of `ABSENT` if the victim had vanished.
         """
+        found = self._find(key)
+        if found is not None:
+            return found
         place = place_of(victim)
         with self.ledger.locked():
             self._retry_entered(self._find_own_directory)
             with directory(self.root, place.namespace, place.fan_out) as parent:
-                reservation = self._adopt(place.name, parent, size)
+                name = self._adopt(place.name, parent, size)
             self._emptied.add((place.namespace, place.fan_out))
-            return reservation or self._allocate(size)
+            name = name or self._allocate(size)
+        return self._open(name, size)
 
     def commit(self, reservation: Reservation, key: ChunkKey) -> int:
         """Make a written file visible under `key`; return its allocated bytes.
@@ -168,6 +184,7 @@ class CacheDirectory:
         Raises:
             FileNotFoundError: The written file has vanished.
         """
+        reservation.file.close()
         place = place_of(key)
         with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
             written = allocated(regular_stat(reservation.name, own))
@@ -187,6 +204,7 @@ class CacheDirectory:
         Raises:
             FileNotFoundError: It has vanished.
         """
+        reservation.file.close()
         with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
             os.unlink(reservation.name, dir_fd=own)
             self.ledger.shrink(reservation.charge)
@@ -208,6 +226,21 @@ class CacheDirectory:
         """Give the blocks of all spare files back to the device."""
         with self.ledger.locked():
             self._trim_spares(0)
+
+    def _find(self, key: ChunkKey) -> Found | None:
+        status = status_of(self.root, key)
+        return None if status is None else Found(allocated(status))
+
+    def _open(self, name: str | None, size: int) -> Reservation | None:
+        if name is None:
+            return None
+        names = (TMP, self.owner.name, name)
+        try:
+            return Reservation(name, temp_charge(size), open_file(self.root, names, os.O_WRONLY | self.open_flags))
+        except OSError:
+            with self.ledger.locked(), directory(self.root, *names[:-1]) as own:
+                self._unlink(name, own, temp_charge(size))
+            raise
 
     # Everything below needs the lock.
 
@@ -287,14 +320,14 @@ class CacheDirectory:
                 short -= DIRECTORY_BYTES
         return short <= 0
 
-    def _allocate(self, size: int) -> Reservation | None:
+    def _allocate(self, size: int) -> str | None:
         """Return a spare or a new file, or None if there is no room for one."""
         while (name := self._first_spare()) is not None:
             with directory(self.root, SPARE) as spare:
                 self.ledger.move_spare(-allocated(regular_stat(name, spare)))
-                reservation = self._adopt(name, spare, size)
-            if reservation is not None:
-                return reservation
+                taken = self._adopt(name, spare, size)
+            if taken is not None:
+                return taken
         charge = temp_charge(size)
         if not self._fits(charge, size):
             return None
@@ -302,9 +335,9 @@ class CacheDirectory:
             name = self._next_name()
             self.ledger.grow(charge)
             self._resize(name, own, size, counted=charge, create=_NEW)
-        return Reservation(name, charge)
+        return name
 
-    def _adopt(self, name: str, parent: int, size: int) -> Reservation | None:
+    def _adopt(self, name: str, parent: int, size: int) -> str | None:
         """Take a counted file for a frame of `size` bytes; if that would not fit, remove it and return None."""
         had = allocated(regular_stat(name, parent))
         charge = temp_charge(size)
@@ -318,7 +351,7 @@ class CacheDirectory:
             self._resize(temp, own, size, counted=max(charge, had), create=0)
             self.ledger.shrink(max(0, had - charge))
         self.num_recycled += 1
-        return Reservation(temp, charge)
+        return temp
 
     def _resize(self, name: str, own: int, size: int, *, counted: int, create: int) -> None:
         try:

@@ -7,10 +7,12 @@ directory, so a planted symbolic link leads nowhere. The root itself may be a li
 from __future__ import annotations
 
 import errno
+import fcntl
+import io
 import mmap
 import os
 import stat
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -19,11 +21,12 @@ from akvcache.layout import PAGE_BYTES
 
 __all__ = (
     "ABSENT",
-    "ChunkOpener",
     "allocated",
     "directory",
     "first_file",
+    "leave_direct",
     "list_directory",
+    "open_file",
     "probe_direct",
     "regular_stat",
     "resize",
@@ -143,34 +146,24 @@ def probe_direct(parent: int) -> OSError | None:
     return None
 
 
-class ChunkOpener:
-    """An opener for `aiofiles.open` that follows no link and notes what it opened.
+def open_file(root: Path, names: Sequence[str], flags: int) -> io.FileIO:
+    """Open the regular file ``root/names...``, unbuffered.
 
-    Attributes:
-        status: Of the file opened last.
+    Args:
+        root: The root.
+        names: Directories below it, then the file.
+        flags: ``os.O_RDONLY`` or ``os.O_WRONLY``, perhaps with ``os.O_DIRECT``.
     """
+    *parents, name = names
+    with directory(root, *parents) as parent:
+        # O_NONBLOCK: opening a planted pipe must not hang
+        handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.ELOOP, "not a regular file", name)
+    return io.FileIO(handle, "wb" if flags & os.O_WRONLY else "rb")
 
-    status: os.stat_result
 
-    def __init__(self, root: Path, names: tuple[str, ...], flags: int) -> None:
-        """Describe what to open.
-
-        Args:
-            root: The root.
-            names: Directories below it, then the file.
-            flags: ``os.O_DIRECT`` or 0.
-        """
-        self._root = root
-        self._names = names
-        self._flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK  # a planted pipe must not hang the open
-
-    def __call__(self, _path: str, flags: int) -> int:
-        """Open it in the calling thread; called by `io.FileIO`."""
-        *parents, name = self._names
-        with directory(self._root, *parents) as parent:
-            handle = os.open(name, flags | self._flags, dir_fd=parent)
-        self.status = os.fstat(handle)
-        if not stat.S_ISREG(self.status.st_mode):
-            os.close(handle)
-            raise OSError(errno.ELOOP, "not a regular file", name)
-        return handle
+def leave_direct(file: io.FileIO) -> None:
+    """Let an open file go through the page cache from here on."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from akvcache.backend import StoredChunk
 from akvcache.keys import ChunkKey, NamespaceId
 
-from .files import ABSENT, allocated, directory, list_directory, regular_stat
+from .files import ABSENT, allocated, directory, list_directory, open_file, regular_stat
 from .names import ChunkPlace, key_of, place_of
 
-__all__ = ("chunks_in", "fan_outs", "locate", "status_of", "still_names")
+__all__ = ("OpenChunk", "chunks_in", "close_chunk", "fan_outs", "locate", "open_chunk", "status_of")
 
 
 def status_of(root: Path, key: ChunkKey) -> os.stat_result | None:
@@ -34,10 +36,29 @@ def locate(root: Path, keys: Sequence[ChunkKey]) -> list[int | None]:
     return [None if status is None else allocated(status) for status in found]
 
 
-def still_names(root: Path, key: ChunkKey, status: os.stat_result) -> bool:
-    """Return whether the path of `key` is still the file of `status`, not written to since."""
+@dataclass(frozen=True, slots=True)
+class OpenChunk:
+    """A chunk's file, and its status when it was opened."""
+
+    file: io.FileIO
+    status: os.stat_result
+
+
+def open_chunk(root: Path, key: ChunkKey, flags: int) -> OpenChunk:
+    """Open a chunk for reading.
+
+    Raises:
+        OSError: With an errno of `ABSENT` if there is no regular file.
+    """
+    file = open_file(root, place_of(key), os.O_RDONLY | flags)
+    return OpenChunk(file, os.fstat(file.fileno()))
+
+
+def close_chunk(root: Path, key: ChunkKey, chunk: OpenChunk) -> bool:
+    """Close it; return whether the path of `key` still is that file, not written to since it was opened."""
+    chunk.file.close()
     now = status_of(root, key)
-    return now is not None and os.path.samestat(now, status) and now.st_mtime_ns == status.st_mtime_ns
+    return now is not None and os.path.samestat(now, chunk.status) and now.st_mtime_ns == chunk.status.st_mtime_ns
 
 
 def fan_outs(root: Path, namespace_id: NamespaceId) -> list[str]:

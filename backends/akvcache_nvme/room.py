@@ -92,7 +92,9 @@ class RoomKeeper:
         Raises:
             CapacityExhausted: Nothing may be evicted.
         """
-        room = await run_blocking(self._executor, self._files.reserve, key, size)
+        room = None
+        if not self._files.looks_full(size):
+            room = await run_blocking(self._executor, self._files.reserve, key, size)
         while room is None:
             victim = self._index.claim(self.is_protected, key)
             if victim is not None:
@@ -123,13 +125,16 @@ class RoomKeeper:
 
     async def _recycle(self, victim: Victim, key: ChunkKey, size: int) -> Reservation | Found | None:
         try:
-            room = await run_blocking(self._executor, self._files.recycle, victim.key, size)
+            room = await run_blocking(self._executor, self._files.recycle, victim.key, key, size)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
             await self.doubt(victim.allocated_bytes)
             return await run_blocking(self._executor, self._files.reserve, key, size)
-        self.evictions += 1
+        if isinstance(room, Found):
+            self._index.learn(victim.key, victim.allocated_bytes)
+        else:
+            self.evictions += 1
         return room
 
     def _unknown(self) -> int:

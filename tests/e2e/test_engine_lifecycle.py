@@ -115,12 +115,12 @@ class TestDurable:
             assert (await kept.durable()).durable_tokens == 0
 
     @pytest.mark.asyncio
-    async def test_after_closing_it_still_answers(self) -> None:
+    async def test_after_closing_nobody_knows_any_more(self) -> None:
         kv = PagedKV(2 * T)
         async with open_engine(kv, 16, [MemoryBackend(MemoryStore())]) as engine:
             kept = await engine.store(kv.tokens, kv.slots)
-        durable = await kept.durable()
-        assert (durable.durable_tokens, durable.stopped) == (0, StopReason.CLOSED)
+        with pytest.raises(UsageError, match="closed"):
+            await kept.durable()
 
 
 class TestFlush:
@@ -219,34 +219,60 @@ class TestClose:
     async def test_an_error_in_the_block_passes_and_everything_is_closed(self) -> None:
         kv = PagedKV(4 * T)
         store = MemoryStore()
-        with pytest.raises(RuntimeError, match="inference failed"):
+
+        async def use() -> None:
             async with open_engine(kv, 16, [MemoryBackend(store)]) as engine:
                 await engine.store(kv.tokens, kv.slots)
                 raise RuntimeError("inference failed")
+
+        with pytest.raises(RuntimeError, match="inference failed"):
+            await use()
         assert depths(store) == [0, 1, 2, 3]
 
     @pytest.mark.asyncio
-    @pytest.mark.parametrize("op", ["store", "retrieve"])
-    async def test_a_call_in_flight_ends_short_with_a_reason(self, op: str) -> None:
+    @pytest.mark.parametrize("when", ["while closing", "after closing"])
+    @pytest.mark.parametrize("op", ["store", "retrieve", "prefetch"])
+    async def test_a_call_in_flight_ends_with_the_truth(self, op: str, when: str) -> None:
         kv = PagedKV(8 * T)
         store = MemoryStore()
         async with open_engine(kv, 16, [MemoryBackend(store)]) as engine:
             await engine.store(kv.tokens, kv.slots)
+        before = kv.rows()
         if op == "store":
             store = MemoryStore()
+        else:
+            kv.wipe()
+        backend = FaultyBackend(MemoryBackend(store))
         kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
-        async with open_engine(kv, 4, [MemoryBackend(store)], close_timeout_s=0.5, wave_bytes=1) as engine:
-            gated.hold()
-            task = asyncio.create_task(getattr(engine, op)(kv.tokens, kv.slots))
-            await gated.reached()
+        options = {"close_timeout_s": 0.05, "io_timeout_s": 0.1, "wave_bytes": 1}
+        async with open_engine(kv, 4, [backend], **options) as engine:
+            if op == "prefetch":
+                backend.hold("read")
+                task = asyncio.create_task(engine.prefetch(kv.tokens))
+                await backend.reached("read")
+            else:
+                gated.hold()
+                task = asyncio.create_task(getattr(engine, op)(kv.tokens, kv.slots))
+                await gated.reached()
             closing = asyncio.create_task(engine.aclose())
             await asyncio.sleep(0)
+            if when == "after closing":
+                loop = asyncio.get_running_loop()
+                gone = loop.create_future()
+                loop.call_later(0.5, gone.set_result, None)
+                await gone
             gated.release()
+            backend.release()
             result = await task
             await closing
-        assert result.stopped is StopReason.CLOSED
-        if op == "retrieve":
-            assert int(result.mask.sum()) == result.loaded_tokens < 8 * T
+        if op == "store":
+            assert result.stored_tokens == len(store.frames) * T or result.stopped is not None
+        elif op == "retrieve":
+            assert int(result.mask.sum()) == result.loaded_tokens
+            assert result.loaded_tokens == 8 * T or result.stopped is not None
+            assert torch.equal(kv.rows()[:, result.mask], before[:, result.mask])
+        else:
+            assert isinstance(result.stopped, StopReason)
 
     @pytest.mark.asyncio
     async def test_nothing_of_a_closed_engine_stays_alive(self) -> None:
@@ -400,7 +426,7 @@ class TestOpen:
             assert (await engine.retrieve(kv.tokens, kv.slots)).by_tier == {"host": 4 * T}
             assert (await kept.durable()).durable_tokens == 0
             assert (await engine.flush()).pending_chunks == 0
-            assert list((await engine.clear()).failed_tiers) == []
+            assert list((await engine.clear()).failed_tiers) == ["one", "two"], "nobody knows what they hold"
             await engine.set_weights_version("v2")
 
     @pytest.mark.asyncio
@@ -523,8 +549,10 @@ class TestTwoEngines:
                 config, connector=kv.connector, namespace=namespace, tiers=[MemoryBackend(store)]
             ) as engine:
                 assert (await engine.retrieve(kv.tokens, kv.slots)).loaded_tokens == 4 * T
-                expected = torch.full_like(kv.layers[0][0], index)
-                assert all(torch.equal(plane, expected) for pair in kv.layers for plane in pair)
+            loaded = kv.rows()
+            for plane in (plane for pair in kv.layers for plane in pair):
+                plane.fill_(index)
+            assert torch.equal(loaded, kv.rows())
         assert len(store.frames) == 4 * len(names)
         assert len(store.manifests) == len(names)
 

@@ -36,6 +36,7 @@ class Rig:
         self.engine: CacheEngine[torch.Tensor] = inspected.engine
         self.context = inspected.context
         self.host = inspected.context.host
+        self._pushed = 0
 
     def tokens(self, label: str, chunks: int) -> list[int]:
         digest = hashlib.sha256(label.encode()).digest()
@@ -83,6 +84,13 @@ class Rig:
         assert loaded.mask.tolist() == [at < stop for at in range(chunks * CHUNK)]
         assert np.array_equal(rows[:stop], self.rows(label, chunks)[:stop]), "wrong bytes"
         assert np.array_equal(rows[stop:], self.noise[stop:]), "rows behind the mask were written"
+
+    async def push_out(self) -> None:
+        """Store so much that everything else leaves host memory; the lower tiers have it all when this returns."""
+        self._pushed += 1
+        await self.engine.flush()
+        await self.store(f"pushes out {self._pushed}", 2 * self.host.pool.num_slots)
+        await self.engine.flush()
 
     async def hit(self, label: str, chunks: int) -> int:
         """Return how many chunks a lookup finds."""
@@ -168,6 +176,13 @@ class BlockingConnector:
         self.copies += 1
         self._loop.call_soon_threadsafe(self.entered.set)
         assert self.go.wait(10), "the test never let the copy go on"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
 
 
 class CountedBackend(MemoryBackend):

@@ -59,7 +59,7 @@ bench: $(VENV)/.dev
 
 bench-side-by-side: $(VENV)/.dev
 	scripts/lmcache_env.sh .venv-lmcache
-	.venv-lmcache/bin/python -m tests.benchmarks.side_by_side
+	PYTHONHASHSEED=0 PYTHONPATH=.:backends .venv-lmcache/bin/python -m tests.benchmarks.side_by_side
 
 clean:
 	rm -rf .venv .venv-* .cache dist build .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,7 +18,7 @@ from akvcache.config import EngineConfig
 from akvcache.connector import KVConnector
 from akvcache.context import Context
 from akvcache.errors import BackendUnavailable, ConfigurationError
-from akvcache.frame import MAX_PARTS, frame_bytes
+from akvcache.frame import HEADER_BYTES, MAX_PARTS, frame_bytes
 from akvcache.host import HostTier
 from akvcache.keys import CacheNamespace, KeySchema
 from akvcache.layout import KVLayout
@@ -111,11 +111,11 @@ async def assemble(
             )
             for tier in tiers
         ],
-        transfer=Transfer(connector, executor),
+        transfer=Transfer(connector, executor, config.copy_threads),
         supervisor=supervisor,
         executor=executor,
         telemetry=telemetry,
-        wave_chunks=max(1, min(config.wave_size // slot_bytes, (window + 1) // 2)),
+        wave_chunks=max(1, min(config.wave_size // (slot_bytes - HEADER_BYTES), (window + 1) // 2)),
         window_chunks=window,
         degrade=degrade,
         check_usable=check_usable,

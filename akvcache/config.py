@@ -132,7 +132,8 @@ class EngineConfig:
         write_queue_bytes: Most bytes queued for writing per tier; None is half the host pool.
         breaker_failures: Failures in a row that take a tier out of use.
         breaker_reset_s: Pause before such a tier is tried again.
-        copy_threads: Threads that copy between device and host.
+        copy_threads: Threads that copy between device and host; they share the chunks of a wave. One is enough for a
+            connector that only launches copies on a device.
         min_tokens: Prompts shorter than this are not cached.
         passive: This rank leaves the cache to another one: every call answers empty.
         strict: Raise `InvariantError` instead of degrading; for tests.

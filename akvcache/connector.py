@@ -163,7 +163,8 @@ class PagedConnector:
             )
         if kv.numel() < num_tokens:
             raise UsageError(f"slot mapping has {kv.numel()} slots, the request has {num_tokens} tokens")
-        if kv.numel() and not 0 <= int(kv.min()) <= int(kv.max()) < self._num_slots:
+        slots = kv.numpy()  # NumPy's minimum: torch would start its threads on the loop for a long prompt
+        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_slots:
             raise UsageError(f"slot mapping holds slots outside 0..{self._num_slots - 1}")
 
     def gather(self, kv: torch.Tensor, spans: Sequence[Span], out: Sequence[memoryview]) -> None:

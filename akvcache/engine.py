@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Tracer
@@ -183,12 +184,16 @@ class CacheEngine(Generic[KV]):
         request = await self._request(names.RETRIEVE, tokens, scope, mask)
         self._check_kv(kv, request.num_tokens)
         self._check_lease(lease)
-        empty = torch.zeros(request.num_tokens, dtype=torch.bool)
+
+        def nothing(reason: StopReason | None) -> RetrieveResult:
+            mask = torch.as_tensor(np.zeros(request.num_tokens, dtype=np.bool_))
+            return RetrieveResult(mask=mask, hit_tokens=0, loaded_tokens=0, stopped=reason)
+
         if request.stopped is not None:
-            return RetrieveResult(mask=empty, hit_tokens=0, loaded_tokens=0, stopped=request.stopped)
+            return nothing(request.stopped)
         return await self._guard(
-            operations.retrieve(self._context, request, kv, empty, budget),
-            lambda reason: RetrieveResult(mask=empty.zero_(), hit_tokens=0, loaded_tokens=0, stopped=reason),
+            operations.retrieve(self._context, request, kv, budget),
+            nothing,
         )
 
     async def store(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 from opentelemetry.trace import Span
 
@@ -42,10 +43,8 @@ async def lookup(context: Context[KV], request: Request, lease_s: float | None) 
         return LookupResult(hit_tokens=plan.hit_tokens, by_tier=plan.by_tier, lease=lease, stopped=stopped)
 
 
-async def retrieve(
-    context: Context[KV], request: Request, kv: KV, mask: torch.Tensor, budget: Budget
-) -> RetrieveResult:
-    """Stream the longest cached prefix into `kv`; `mask` is all False and becomes the result's."""
+async def retrieve(context: Context[KV], request: Request, kv: KV, budget: Budget) -> RetrieveResult:
+    """Stream the longest cached prefix into `kv`."""
     run, first = request.run, request.first
     with context.telemetry.request(names.RETRIEVE, request.num_tokens, request.keyed) as span:
         plan, loader = await plan_loading(context, request, budget, names.RETRIEVE)
@@ -54,7 +53,8 @@ async def retrieve(
             context.telemetry.phase(names.RETRIEVE, names.TIER_READ, phase, tier=tier)
         context.telemetry.phase(names.RETRIEVE, names.H2D, done.h2d)
         start, stop = run.tokens_before(first), run.tokens_before(first + len(done.sources))
-        mask[start:stop] = True
+        mask = np.zeros(request.num_tokens, dtype=np.bool_)
+        mask[start:stop] = True  # a NumPy array: torch would start its threads on the loop for a long prompt
         stopped = done.stopped
         if stopped is None and first + len(plan.sources) < len(run.keys):
             stopped = StopReason.MISSING
@@ -67,7 +67,11 @@ async def retrieve(
         }
         _finish(context, names.RETRIEVE, span, stopped, counts, by_tier)
         return RetrieveResult(
-            mask=mask, hit_tokens=plan.hit_tokens, loaded_tokens=stop - start, by_tier=by_tier, stopped=stopped
+            mask=torch.as_tensor(mask),
+            hit_tokens=plan.hit_tokens,
+            loaded_tokens=stop - start,
+            by_tier=by_tier,
+            stopped=stopped,
         )
 
 

@@ -15,7 +15,7 @@ import contextvars
 import enum
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +24,16 @@ import anyio
 if TYPE_CHECKING:
     from akvcache.clock import Clock
 
-__all__ = ("BreakerState", "CircuitBreaker", "Supervisor", "join_executor", "run_blocking", "settle", "shielded")
+__all__ = (
+    "BreakerState",
+    "CircuitBreaker",
+    "Supervisor",
+    "join_executor",
+    "run_blocking",
+    "run_blocking_all",
+    "settle",
+    "shielded",
+)
 
 T = TypeVar("T")
 _log = logging.getLogger("akvcache.supervision")
@@ -66,6 +75,30 @@ async def run_blocking(executor: Executor, function: Callable[..., T], *args: ob
             if not future.cancelled():
                 future.exception()
         raise
+
+
+async def run_blocking_all(executor: Executor, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run several blocking calls at once and return their results in order; the first failure is raised at the end.
+
+    Cancellation:
+        Like `run_blocking`: waits for those that have started.
+    """
+    pending = [executor.submit(call) for call in calls]
+    futures = [asyncio.wrap_future(call) for call in pending]
+    try:
+        await asyncio.wait(futures)
+    except asyncio.CancelledError:
+        for call, future in zip(pending, futures, strict=True):
+            if not call.cancel():
+                await settle(future)
+                if not future.cancelled():
+                    future.exception()
+        raise
+    failures = [future.exception() for future in futures]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+    return [future.result() for future in futures]
 
 
 async def shielded(coroutine: Coroutine[object, object, T]) -> T:

@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 from akvcache.connector import DeviceEvent, KVConnector, Span
 from akvcache.errors import TransferError
-from akvcache.supervision import run_blocking
+from akvcache.supervision import run_blocking_all
 
 __all__ = ("EventWaiter", "Transfer")
 
@@ -78,11 +79,18 @@ class EventWaiter:
 
 
 class Transfer(Generic[KV]):
-    """Runs a connector's copies on threads and waits for their events."""
+    """Runs a connector's copies on threads and waits for their events.
 
-    def __init__(self, connector: KVConnector[KV], executor: ThreadPoolExecutor) -> None:
+    Args:
+        connector: Does the copies.
+        executor: Where they run.
+        threads: How many of its threads share the chunks of one wave.
+    """
+
+    def __init__(self, connector: KVConnector[KV], executor: ThreadPoolExecutor, threads: int = 1) -> None:
         self._connector = connector
         self._executor = executor
+        self._threads = threads
         self._waiter = EventWaiter()
 
     async def gather(self, kv: KV, spans: Sequence[Span], out: Sequence[memoryview]) -> None:
@@ -107,10 +115,15 @@ class Transfer(Generic[KV]):
         spans: Sequence[Span],
         buffers: Sequence[memoryview],
     ) -> None:
+        share = -(-len(spans) // self._threads)
+        parts = [slice(start, start + share) for start in range(0, len(spans), share)]
         try:
-            event = await run_blocking(self._executor, copy, kv, spans, buffers)
-            if event is not None:
-                await asyncio.wrap_future(self._waiter.watch(event))
+            events = await run_blocking_all(
+                self._executor, [partial(copy, kv, spans[part], buffers[part]) for part in parts]
+            )
+            for event in events:
+                if event is not None:
+                    await asyncio.wrap_future(self._waiter.watch(event))
         except Exception as error:  # the connector is foreign code: whatever it raises is a failed copy
             if isinstance(error, TransferError):
                 raise

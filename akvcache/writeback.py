@@ -132,8 +132,10 @@ class WriteQueue:
     def span(self, cause: SpanContext, path: Sequence[ChunkKey]) -> WriteSpan:
         """Open the span for the writes of one store; `end` it when the store has queued its last.
 
-        With the last write the tier learns that one request used the whole `path`.
+        The tier learns that one request uses the whole `path`: now, so that the new chunks rank above older requests
+        when the tier must make room for them, and with the last write, so that they rank as one request.
         """
+        self.tier.touch(path)
 
         def ended() -> None:
             self.tier.touch(path)

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from opentelemetry.metrics import Meter
+
 from akvcache.assembly import assemble
 from akvcache.backend import Backend
 from akvcache.clock import Clock
@@ -74,10 +76,11 @@ async def open_inspected(
     tiers: Sequence[Backend] = (),
     namespace: CacheNamespace | None = None,
     clock: Clock | None = None,
+    meter: Meter | None = None,
 ) -> AsyncGenerator[Inspected[KV]]:
     """Open an engine like `CacheEngine.open` and show its parts as well."""
     engine: CacheEngine[KV]
-    telemetry = Telemetry(None, None)
+    telemetry = Telemetry(None, meter)
     context = await assemble(
         config,
         connector,

@@ -122,9 +122,10 @@ class NvmeBackend:
             self._root, capacity_bytes=capacity_bytes, spare_limit_bytes=int(capacity_bytes * recycle_share)
         )
         self._io = ThreadPoolExecutor(threads, thread_name_prefix="akv-nvme-io")
+        self._steps = ThreadPoolExecutor(2, thread_name_prefix="akv-nvme-step")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="akv-nvme-lookup")
         self._chunks = ChunkIO(self._io)
-        self._room = RoomKeeper(self._files, self._index, self._io, capacity_bytes)
+        self._room = RoomKeeper(self._files, self._index, self._steps, capacity_bytes)
         self._running = 0
         self._idle = asyncio.Event()
 
@@ -155,7 +156,7 @@ class NvmeBackend:
     @property
     def capabilities(self) -> Capabilities:
         """See `Backend.capabilities`."""
-        return Capabilities(persistent=True, max_reads=self._threads, max_writes=self._threads)
+        return Capabilities(persistent=True, max_reads=self._threads + 2, max_writes=self._threads + 2)
 
     def statistics(self) -> NvmeStatistics:
         """Return what this backend sees and did."""
@@ -217,7 +218,7 @@ class NvmeBackend:
     async def delete(self, key: ChunkKey) -> bool:
         """See `Backend.delete`."""
         with self._call("delete", key):
-            existed = await run_blocking(self._io, self._files.delete, key)
+            existed = await run_blocking(self._steps, self._files.delete, key)
             self._index.drop(key)
             return existed
 
@@ -278,7 +279,7 @@ class NvmeBackend:
     async def _choose_direct(self) -> None:
         if self._direct is DirectMode.OFF:
             return
-        refusal = await run_blocking(self._io, self._files.probe_direct)
+        refusal = await run_blocking(self._steps, self._files.probe_direct)
         if refusal is None:
             self._files.open_flags = os.O_DIRECT
         elif self._direct is DirectMode.ON:
@@ -287,7 +288,7 @@ class NvmeBackend:
             _log.warning("%s refuses O_DIRECT (errno %s: %s); using the page cache", self._root, refusal.errno, refusal)
 
     async def _attach(self, namespace_id: NamespaceId, manifest: Mapping[str, object]) -> None:
-        conflict = await run_blocking(self._io, self._files.attach, namespace_id, manifest)
+        conflict = await run_blocking(self._steps, self._files.attach, namespace_id, manifest)
         if conflict is not None:
             _log.warning("manifest of namespace %s in %s is left alone: %s", namespace_id.hex(), self._root, conflict)
         for position, key in enumerate(self._index.attach(namespace_id)):
@@ -314,15 +315,16 @@ class NvmeBackend:
     async def _close(self) -> None:
         if self._running:
             await self._idle.wait()
-        await run_blocking(self._io, self._files.close)
+        await run_blocking(self._steps, self._files.close)
         await run_blocking(self._lookups, self._io.shutdown)
+        await run_blocking(self._lookups, self._steps.shutdown)
         self._lookups.shutdown(wait=False)
 
     # -- moving chunks ------------------------------------------------------------------------------------------------
 
     async def _read(self, key: ChunkKey, into: memoryview) -> int | None:
         try:
-            chunk = await run_blocking(self._io, queries.open_chunk, self._root, key, self._files.open_flags)
+            chunk = await run_blocking(self._steps, queries.open_chunk, self._root, key, self._files.open_flags)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
@@ -334,7 +336,7 @@ class NvmeBackend:
         try:
             done = await self._chunks.read(chunk.file, into[:size])
         finally:
-            is_same = await run_blocking(self._io, queries.close_chunk, self._root, key, chunk)
+            is_same = await run_blocking(self._steps, queries.close_chunk, self._root, key, chunk)
         if not is_same:
             await self._missed(key)  # evicted, and perhaps overwritten while it was read
             return None
@@ -359,7 +361,7 @@ class NvmeBackend:
             return
         try:
             await self._chunks.write(room.file, frame)
-            nbytes = await run_blocking(self._io, self._files.commit, room, key)
+            nbytes = await run_blocking(self._steps, self._files.commit, room, key)
         except BaseException as error:
             await self._abandon(room)
             if isinstance(error, FileNotFoundError):
@@ -371,7 +373,7 @@ class NvmeBackend:
 
     async def _abandon(self, reservation: Reservation) -> None:
         try:
-            await run_blocking(self._io, self._files.abandon, reservation)
+            await run_blocking(self._steps, self._files.abandon, reservation)
         except FileNotFoundError:
             await self._room.doubt(reservation.charge)
         except OSError as error:

@@ -38,6 +38,7 @@ from .files import (
     directory,
     first_file,
     list_directory,
+    open_file,
     probe_direct,
     regular_stat,
     resize,

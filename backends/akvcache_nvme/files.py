@@ -117,9 +117,11 @@ def resize(name: str, parent: int, size: int, *, create: int = 0) -> None:
     """
     handle = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | create, 0o600, dir_fd=parent)
     try:
-        if os.fstat(handle).st_size > size:
+        status = os.fstat(handle)
+        if status.st_size > size:
             os.ftruncate(handle, size)
-        os.posix_fallocate(handle, 0, size)
+        if status.st_size < size or allocated(status) < size:
+            os.posix_fallocate(handle, 0, size)
     finally:
         os.close(handle)
 

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import numpy as np
 import torch
+from opentelemetry.metrics import Meter
 
 from akvcache import CacheEngine, EngineConfig, RequestScope, RetrieveResult, StoreResult
 from akvcache.backend import Backend, BackendContext
@@ -20,7 +21,17 @@ from akvcache.connector import Span
 from akvcache.frame import frame_bytes
 from akvcache.keys import ChunkKey
 from akvcache.layout import KVLayout
-from akvcache.testing import Inspected, MemoryBackend, RegionKV, make_rows, open_inspected
+from akvcache.testing import (
+    CopyFault,
+    FakeDevice,
+    FakeDeviceConnector,
+    FakeEvent,
+    Inspected,
+    MemoryBackend,
+    RegionKV,
+    make_rows,
+    open_inspected,
+)
 from akvcache.tokens import canonical_tokens
 
 CHUNK = 8
@@ -134,13 +145,14 @@ async def rig(
     num_slots: int = 8,
     connector: Callable[[RegionKV], object] | None = None,
     clock: Clock | None = None,
+    meter: Meter | None = None,
     **options: object,
 ) -> AsyncGenerator[Rig]:
     """Open an engine over a fresh `RegionKV`; `connector` may wrap the one that moves its bytes."""
     kv = RegionKV(num_regions=4, region_tokens=REGION_CHUNKS * CHUNK)
     moves = kv.connector if connector is None else connector(kv)
     config = config_for(kv, num_slots, **options)
-    async with open_inspected(config, connector=moves, tiers=list(tiers), clock=clock) as inspected:  # type: ignore[arg-type]
+    async with open_inspected(config, connector=moves, tiers=list(tiers), clock=clock, meter=meter) as inspected:  # type: ignore[arg-type]
         yield Rig(kv, inspected)
 
 
@@ -198,6 +210,39 @@ class CountedBackend(MemoryBackend):
     async def aclose(self) -> None:
         await super().aclose()
         self.closed += 1
+
+
+class FailingConnector:
+    """A connector on a fake device that lets one of the coming copies go wrong."""
+
+    def __init__(self, kv: RegionKV) -> None:
+        self._copies = FakeDeviceConnector(kv.connector, FakeDevice())
+        self._good: int | None = None
+        self._fault = CopyFault.RAISE
+
+    def fail_after(self, good: int, fault: CopyFault) -> None:
+        """Let `good` copies go well, and the next one not."""
+        self._good, self._fault = good, fault
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._copies.layout
+
+    def check(self, kv: torch.Tensor, num_tokens: int) -> None:
+        self._copies.check(kv, num_tokens)
+
+    def gather(self, kv: torch.Tensor, spans: Sequence[Span], out: Sequence[memoryview]) -> FakeEvent:
+        self._count()
+        return self._copies.gather(kv, spans, out)
+
+    def scatter(self, kv: torch.Tensor, spans: Sequence[Span], src: Sequence[memoryview]) -> FakeEvent:
+        self._count()
+        return self._copies.scatter(kv, spans, src)
+
+    def _count(self) -> None:
+        if self._good == 0:
+            self._copies.fail_next(self._fault)
+        self._good = None if not self._good else self._good - 1
 
 
 class How(enum.Enum):

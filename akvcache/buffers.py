@@ -197,6 +197,8 @@ class HostPool:
         view = self.arena.view
         self._free = deque(Slot(i, view[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(num_slots))
         self._reclaimer: Reclaimer | None = None
+        self._serving = False
+        self._unserved = False
         self._waiters: tuple[deque[_Waiter], deque[_Waiter]] = (deque(), deque())
 
     def __repr__(self) -> str:
@@ -270,18 +272,32 @@ class HostPool:
         self.serve()
 
     def serve(self) -> None:
-        """Serve waiters in order; called whenever a slot may have become obtainable."""
-        for queue in self._waiters:
-            while queue:
-                waiter = queue[0]
-                if waiter.future.done():
-                    queue.popleft()
-                    continue
+        """Serve waiters in order; called whenever a slot may have become obtainable.
+
+        Granting may end leases that have expired, which calls this again: the call under way then goes round once
+        more.
+        """
+        self._unserved = True
+        if self._serving:
+            return
+        self._serving = True
+        try:
+            while self._unserved:
+                self._unserved = False
+                for queue in self._waiters:
+                    self._serve(queue)
+        finally:
+            self._serving = False
+
+    def _serve(self, queue: deque[_Waiter]) -> None:
+        while queue:
+            waiter = queue[0]
+            if not waiter.future.done():
                 lease = self._grant(waiter.count, waiter.keep)
                 if lease is None:
-                    break
-                queue.popleft()
+                    return
                 waiter.future.set_result(lease)
+            queue.popleft()
 
     def close(self) -> None:
         """Let go of the memory; slots still out keep it mapped until they are dropped."""

@@ -82,6 +82,7 @@ class SyncCacheEngine(Generic[KV]):
     ) -> None:
         self._config = config
         self._stack = AsyncExitStack()
+        self._lock = threading.RLock()  # between threads that submit and one that closes
         self._connector = connector
         self._namespace = namespace
         self._tiers = tiers
@@ -101,23 +102,36 @@ class SyncCacheEngine(Generic[KV]):
         Raises:
             ConfigurationError: The configuration is not usable.
         """
-        if self._thread is not None:
-            raise UsageError("this engine is open already")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(self._loop,), name="akv-loop", daemon=True)
-        self._thread.start()
+        with self._lock:
+            if self._thread is not None:
+                raise UsageError("this engine is open already")
+            loop = self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(loop,), name="akv-loop", daemon=True)
+            self._thread.start()
         try:
-            self._engine = asyncio.run_coroutine_threadsafe(self._enter(), self._loop).result()
+            self._engine = asyncio.run_coroutine_threadsafe(self._enter(), loop).result()
         except BaseException:
-            self._stop()
+            self.close()
             raise
         return self
 
     def close(self) -> None:
-        """Close the engine and end the thread. Idempotent."""
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result()
-            self._stop()
+        """Close the engine and end the thread; calls that are still under way are cancelled. Idempotent.
+
+        Raises:
+            UsageError: This is its own loop thread.
+        """
+        self._check_thread()
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop, self._thread, self._engine = None, None, None
+        if loop is None or thread is None:
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._stack.aclose(), loop).result()
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
 
     def submit(self, call: Callable[[CacheEngine[KV]], Coroutine[object, object, T]]) -> Ticket[T]:
         """Start a call: ``engine.submit(lambda e: e.store(tokens, kv))``.
@@ -125,9 +139,11 @@ class SyncCacheEngine(Generic[KV]):
         Raises:
             UsageError: The engine is closed, or this is its own loop thread.
         """
-        if self._engine is None or self._loop is None or threading.current_thread() is self._thread:
-            raise UsageError("this engine is closed, or called from its own loop thread")
-        return Ticket(asyncio.run_coroutine_threadsafe(call(self._engine), self._loop))
+        self._check_thread()
+        with self._lock:
+            if self._engine is None or self._loop is None:
+                raise UsageError("this engine is closed")
+            return Ticket(asyncio.run_coroutine_threadsafe(call(self._engine), self._loop))
 
     def lookup(
         self, tokens: TokenSequence, *, scope: RequestScope | None = None, lease_s: float | None = None
@@ -170,8 +186,9 @@ class SyncCacheEngine(Generic[KV]):
 
     def release(self, lease: HostLease) -> None:
         """Release a lease of `lookup`. Idempotent."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(lease.release)
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(lease.release)
 
     def flush(self, *, timeout_s: float = 30.0) -> FlushResult:
         """`CacheEngine.flush`, blocking."""
@@ -196,14 +213,18 @@ class SyncCacheEngine(Generic[KV]):
     def _limit(self, deadline_s: float | None, default_s: float) -> float:
         return (default_s if deadline_s is None else deadline_s) + self._config.copy_timeout_s + MARGIN_S
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-        loop.close()
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise UsageError("called from the engine's own loop thread, which would wait for itself")
 
-    def _stop(self) -> None:
-        loop, thread = self._loop, self._thread
-        self._loop, self._thread, self._engine = None, None, None
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, then end what is left on it, so that nobody waits for it for ever."""
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left, timeout=MARGIN_S))
+    loop.close()

@@ -77,13 +77,13 @@ async def run_blocking(executor: Executor, function: Callable[..., T], *args: ob
         raise
 
 
-async def run_blocking_all(executor: Executor, calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run several blocking calls at once and return their results in order; the first failure is raised at the end.
+async def run_blocking_all(executor: Executor, calls: Sequence[Callable[[], T]]) -> list[asyncio.Future[T]]:
+    """Run several blocking calls at once; return when all have ended, each with its result or failure.
 
     Cancellation:
         Like `run_blocking`: waits for those that have started.
     """
-    pending = [executor.submit(call) for call in calls]
+    pending = [executor.submit(contextvars.copy_context().run, call) for call in calls]
     futures = [asyncio.wrap_future(call) for call in pending]
     try:
         await asyncio.wait(futures)
@@ -94,11 +94,7 @@ async def run_blocking_all(executor: Executor, calls: Sequence[Callable[[], T]])
                 if not future.cancelled():
                     future.exception()
         raise
-    failures = [future.exception() for future in futures]
-    for failure in failures:
-        if failure is not None:
-            raise failure
-    return [future.result() for future in futures]
+    return futures
 
 
 async def shielded(coroutine: Coroutine[object, object, T]) -> T:

@@ -66,7 +66,7 @@ class names:  # noqa: N801 - reads as a namespace: names.LOOKUP
 class Phase:
     """Accumulates one phase of one request over its pieces."""
 
-    __slots__ = ("busy_s", "chunks", "first_ns", "last_ns", "num_bytes")
+    __slots__ = ("busy_s", "chunks", "first_ns", "last_ns", "num_bytes", "running")
 
     def __init__(self) -> None:
         self.first_ns = 0
@@ -74,6 +74,7 @@ class Phase:
         self.busy_s = 0.0
         self.chunks = 0
         self.num_bytes = 0
+        self.running = 0
 
     @contextmanager
     def piece(self, chunks: int = 0, num_bytes: int = 0) -> Generator[None]:
@@ -81,9 +82,11 @@ class Phase:
         start = time.time_ns()
         self.first_ns = self.first_ns or start
         began = time.perf_counter()
+        self.running += 1
         try:
             yield
         finally:
+            self.running -= 1
             self.busy_s += time.perf_counter() - began
             self.last_ns = time.time_ns()
             self.chunks += chunks
@@ -137,7 +140,10 @@ class Telemetry:
                 raise
 
     def phase(self, op: str, phase: str, done: Phase, *, tier: str = "") -> None:
-        """Emit the span and metrics of a finished phase under the current span; nothing if it never ran."""
+        """Emit the span and metrics of a phase under the current span; nothing if it never ran.
+
+        The span of a phase that the call no longer waits for, such as a late read, ends here.
+        """
         if not done.first_ns:
             return
         attributes: dict[str, str | int | float] = {names.OP: op}
@@ -149,7 +155,7 @@ class Telemetry:
             self._bytes.add(done.num_bytes, labels)
         attributes.update({names.BUSY_S: done.busy_s, names.CHUNKS: done.chunks, names.BYTES: done.num_bytes})
         span = self._tracer.start_span(phase, start_time=done.first_ns, attributes=attributes)
-        span.end(end_time=done.last_ns)
+        span.end(end_time=time.time_ns() if done.running else done.last_ns)
 
     def written(self, tier: str, done: Phase) -> None:
         """Count the background writes of one store to one tier."""

@@ -117,17 +117,33 @@ class Transfer(Generic[KV]):
     ) -> None:
         share = -(-len(spans) // self._threads)
         parts = [slice(start, start + share) for start in range(0, len(spans), share)]
+        calls = [partial(copy, kv, spans[part], buffers[part]) for part in parts]
         try:
-            events = await run_blocking_all(
-                self._executor, [partial(copy, kv, spans[part], buffers[part]) for part in parts]
-            )
-            for event in events:
-                if event is not None:
-                    await asyncio.wrap_future(self._waiter.watch(event))
+            copies = await run_blocking_all(self._executor, calls)
+            # Every event is waited for, also when a part has failed: the others still use their slots.
+            events = [event for done in copies if done.exception() is None and (event := done.result()) is not None]
+            await self._passed(events)
+            for done in copies:
+                done.result()
         except Exception as error:  # the connector is foreign code: whatever it raises is a failed copy
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"{type(error).__name__}: {error}") from error
+
+    async def _passed(self, events: Sequence[DeviceEvent]) -> None:
+        """Wait until all events have happened or failed; raise the first failure then."""
+        waits = [asyncio.wrap_future(self._waiter.watch(event)) for event in events]
+        if not waits:
+            return
+        try:
+            await asyncio.wait(waits)
+        except asyncio.CancelledError:
+            for wait in waits:
+                wait.cancel()
+            raise
+        failures = [failure for wait in waits if (failure := wait.exception()) is not None]
+        if failures:
+            raise failures[0]
 
     def close(self) -> None:
         """Stop the waiter thread; never blocks."""

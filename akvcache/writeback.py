@@ -252,7 +252,11 @@ class WriteQueue:
                 self._supervisor.spawn(self._finish_late(item, outcome.late), name=f"{self.tier.name}-late")
 
     async def _finish_late(self, item: _Item, late: asyncio.Task[object]) -> None:
-        await asyncio.wait([late])
+        try:
+            await asyncio.wait([late])
+        except asyncio.CancelledError:  # closing: the slot stays with the write, its span ends
+            item.span.end(StopReason.BACKEND_ERROR)
+            raise
         self._finish(item, StopReason.BACKEND_ERROR)
 
     def _finish(self, item: _Item, failed: StopReason | None) -> None:

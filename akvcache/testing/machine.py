@@ -8,25 +8,25 @@
 
     class MyMachine(EngineMachine):
         def make_backend(self, tier, capacity_bytes): ...   # the same storage each time it is asked for a tier
+        def wipe_storage(self, tier): ...
+        def stored_bytes(self, tier): ...
 
     def test_engine():
         run_state_machine_as_test(MyMachine, settings=settings(max_examples=50))
 
-A chunk's bytes follow from its key and from how often its namespace was cleared, so bytes of another key and bytes
-from before a `clear` are both seen. After every step, not only at the end, everything visible must be right.
+Everything visible must be right after every step, not only at the end. Timers cost no time (`JumpingLoop`), and each
+step waits for the copy threads, so that a failing run can be repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import threading
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -36,75 +36,28 @@ from typing_extensions import override
 
 from akvcache.backend import Backend
 from akvcache.config import EngineConfig
-from akvcache.connector import PagedConnector, Span
 from akvcache.frame import frame_bytes
 from akvcache.host import HostLease
-from akvcache.keys import CacheNamespace, ChunkKey, RequestScope
-from akvcache.layout import KVLayout
-from akvcache.results import LookupResult, PrefetchResult, RetrieveResult, StopReason, StoreResult
+from akvcache.keys import CacheNamespace
+from akvcache.results import LookupResult, PrefetchResult, StopReason, StoreResult
 from akvcache.testing.clock import VirtualClock
-from akvcache.testing.device import CopyFault, FakeDevice, FakeDeviceConnector, FakeEvent, Stepping
+from akvcache.testing.device import CopyFault
 from akvcache.testing.faulty import Fault, FaultKind, FaultyBackend, Op
 from akvcache.testing.inspection import Inspected, open_inspected
 from akvcache.testing.loop import JumpingLoop
 from akvcache.testing.memory import MemoryBackend, MemoryStore
-from akvcache.testing.regions import RegionKV, make_rows
-from akvcache.tokens import canonical_tokens
+from akvcache.testing.model import CHUNK, FAULTS, MAX_CHUNKS, PROMPTS, WAVE_CHUNKS, Chunk, EngineModel, ErrorLog, Prompt
+from akvcache.testing.regions import RegionKV
+from akvcache.testing.stalling import StallingDevice
 
 __all__ = ("EngineMachine",)
 
 R = TypeVar("R")
-CHUNK: Final = 8
-MAX_CHUNKS: Final = 6
 MAX_OPS: Final = 6
 LIMIT_S: Final = 300.0
 COPY_THREADS: Final = 2
-EVENTS_SEEN_S: Final = 0.02
-_FAULTS: Final = st.one_of(
-    st.tuples(
-        st.sampled_from((Op.CONTAINS, Op.READ, Op.WRITE, Op.DELETE, Op.SCAN, Op.ATTACH)),
-        st.sampled_from((FaultKind.FAIL, FaultKind.FAIL_AFTER, FaultKind.HANG, FaultKind.SLOW)),
-    ),
-    st.tuples(
-        st.sampled_from((Op.READ, Op.WRITE)),
-        st.sampled_from((FaultKind.LOSE, FaultKind.TRUNCATE, FaultKind.CORRUPT)),
-    ),
-)
-_rows = functools.cache(make_rows)
-
-
-class _Prompt(NamedTuple):
-    salt: str
-    path: tuple[int, ...]
-    tail: int = 0
-
-    @property
-    def tokens(self) -> list[int]:
-        return [100 * chunk + at for chunk in self.path for at in range(CHUNK)] + [99] * self.tail
-
-    @property
-    def scope(self) -> RequestScope:
-        return RequestScope(salt=self.salt or None)
-
-
-_PATHS: Final = ((1,), (1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2, 1, 1), (1, 1, 1, 2, 2), (2, 1, 1, 1, 1, 1))
-_PROMPTS: Final = st.builds(
-    _Prompt,
-    st.sampled_from(("", "", "", "salted")),
-    st.sampled_from((*_PATHS, *_PATHS, ())),
-    st.sampled_from((0, 3)),
-)
-
-
-class _Chunk(NamedTuple):
-    """What a key stands for; `path` ends with the chunk itself."""
-
-    version: str
-    salt: str
-    path: tuple[int, ...]
-
-    def rows(self, generation: int, token_bytes: int) -> np.ndarray:
-        return _rows(f"{self}/{generation}", CHUNK, token_bytes)
+_HEADS: Final = st.sampled_from((0, 0, 0, 1, 3))
+_WHICH: Final = st.integers(0, MAX_OPS - 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +71,7 @@ class _Op:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """A `CacheEngine` with a pool of a few slots over two small tiers; subclass to bring your own backends."""
+    """A `CacheEngine` with a pool of a few slots over two small tiers; subclass it to bring your own backends."""
 
     NUM_SLOTS: Final = 8
     TIER_FRAMES: Final = (10, 24)
@@ -128,15 +81,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.loop = JumpingLoop()
         self.errors: list[str] = []
         self.loop.set_exception_handler(lambda _loop, context: self.errors.append(str(context)))
-        self._log = _ErrorLog(self.errors)
+        self._log = ErrorLog(self.errors)
         logging.getLogger("akvcache").addHandler(self._log)
         self.kv = RegionKV(num_regions=4, region_tokens=(MAX_CHUNKS + 1) * CHUNK)
         self.frame_bytes = frame_bytes(self.kv.token_bytes * CHUNK)
+        self.model = EngineModel(self.kv)
         self.clock = VirtualClock()
         self.stores = [MemoryStore() for _ in self.TIER_FRAMES]
-        self.version, self.generations = "v1", {"v1": 0, "v2": 0}
-        self.offered: set[tuple[_Chunk, int]] = set()
-        self.chunks: dict[ChunkKey, _Chunk] = {}
         self.leases: list[HostLease] = []
         self.ops: list[_Op] = []
         self.idle: dict[int, np.ndarray] = {}
@@ -166,42 +117,30 @@ class EngineMachine(RuleBasedStateMachine):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.idle and len(self.ops) < MAX_OPS)
-    @rule(prompt=_PROMPTS, head=st.sampled_from((0, 0, 0, 1, 3)))
-    def start_store(self, prompt: _Prompt, head: int) -> None:
+    @rule(prompt=PROMPTS, head=_HEADS)
+    def start_store(self, prompt: Prompt, head: int) -> None:
         """Begin a store; its source is overwritten as soon as it has ended."""
-        chunks, generation = self._chunks(prompt), self._generation
-        region, head = self._take_region(), min(head, len(chunks))
-        if chunks:
-            self.kv.write(region, np.concatenate([self._expected(chunk) for chunk in chunks]))
-        self.offered.update((chunk, generation) for chunk in chunks[head:])
-        mask = _mask(prompt, head)
-        call = self.engine.store(prompt.tokens, self.kv.slots(region), scope=prompt.scope, mask=mask)
-
-        def check(kept: StoreResult) -> None:
-            whole = len(chunks) * CHUNK
-            assert kept.total_tokens == len(prompt.tokens), kept
-            assert 0 <= kept.stored_tokens <= whole, kept
-            assert kept.stored_tokens % CHUNK == 0, kept
-            assert min(kept.new_tokens, kept.existing_tokens) >= 0, kept
-            assert kept.new_tokens + kept.existing_tokens <= whole - head * CHUNK, kept
-            assert kept.stopped is not None or kept.new_tokens + kept.existing_tokens == whole - head * CHUNK, kept
-
-        self._start(call, check, region)
+        chunks, head, region = self._chunks(prompt), min(head, len(prompt.path)), self._take_region()
+        self.kv.write(region, self.model.rows(chunks))
+        self.model.offer(chunks[head:])
+        slots, mask = self.kv.slots(region), prompt.mask(head)
+        call = self.engine.store(prompt.tokens, slots, scope=prompt.scope, mask=mask)
+        self._start(call, self.model.store_check(prompt, head), region)
 
     @precondition(lambda self: self.idle and len(self.ops) < MAX_OPS)
-    @rule(prompt=_PROMPTS, head=st.sampled_from((0, 0, 0, 1, 3)))
-    def start_retrieve(self, prompt: _Prompt, head: int) -> None:
+    @rule(prompt=PROMPTS, head=_HEADS)
+    def start_retrieve(self, prompt: Prompt, head: int) -> None:
         """Begin a retrieve into a region of noise."""
-        head = min(head, len(prompt.path))
-        region = self._take_region()
-        call = self.engine.retrieve(prompt.tokens, self.kv.slots(region), scope=prompt.scope, mask=_mask(prompt, head))
-        self._start(call, self._loaded_check(prompt, region, head), region)
+        chunks, head, region = self._chunks(prompt), min(head, len(prompt.path)), self._take_region()
+        slots, mask = self.kv.slots(region), prompt.mask(head)
+        call = self.engine.retrieve(prompt.tokens, slots, scope=prompt.scope, mask=mask)
+        self._start(call, self.model.loaded_check(prompt, chunks, region, head), region)
 
     @precondition(lambda self: len(self.ops) < MAX_OPS)
-    @rule(prompt=_PROMPTS, lease_s=st.sampled_from((None, 5.0, 60.0)))
-    def start_lookup(self, prompt: _Prompt, lease_s: float | None) -> None:
+    @rule(prompt=PROMPTS, lease_s=st.sampled_from((None, 5.0, 60.0)))
+    def start_lookup(self, prompt: Prompt, lease_s: float | None) -> None:
         """Begin a lookup; keep its lease."""
-        promised = self._hit_check(prompt)
+        promised = self.model.hit_check(self._chunks(prompt))
 
         def check(found: LookupResult) -> None:
             promised(found.hit_tokens)
@@ -213,10 +152,10 @@ class EngineMachine(RuleBasedStateMachine):
         self._start(self.engine.lookup(prompt.tokens, scope=prompt.scope, lease_s=lease_s), check, None)
 
     @precondition(lambda self: len(self.ops) < MAX_OPS)
-    @rule(prompt=_PROMPTS)
-    def start_prefetch(self, prompt: _Prompt) -> None:
+    @rule(prompt=PROMPTS)
+    def start_prefetch(self, prompt: Prompt) -> None:
         """Begin a prefetch."""
-        promised = self._hit_check(prompt)
+        promised = self.model.hit_check(self._chunks(prompt))
 
         def check(ready: PrefetchResult) -> None:
             promised(ready.hit_tokens)
@@ -225,32 +164,38 @@ class EngineMachine(RuleBasedStateMachine):
         self._start(self.engine.prefetch(prompt.tokens, scope=prompt.scope), check, None)
 
     @precondition(lambda self: self.idle and len(self.ops) < MAX_OPS)
-    @rule(prompt=_PROMPTS)
-    def store(self, prompt: _Prompt) -> None:
-        """Store, start to end."""
+    @rule(prompt=PROMPTS)
+    def store(self, prompt: Prompt) -> None:
+        """Store, start to end; in calm weather what it says it kept is found."""
+        alone = not self.ops
         self.start_store(prompt, 0)
+        task = self.ops[-1].task
         self._finish(self.ops[-1])
+        kept = task.result()
+        if self.calm and alone and isinstance(kept, StoreResult):
+            found = self._do(self.engine.lookup(prompt.tokens, scope=prompt.scope))
+            assert found.hit_tokens >= kept.stored_tokens, (kept, found)
 
     @precondition(lambda self: self.idle and len(self.ops) < MAX_OPS)
-    @rule(prompt=_PROMPTS)
-    def retrieve(self, prompt: _Prompt) -> None:
+    @rule(prompt=PROMPTS)
+    def retrieve(self, prompt: Prompt) -> None:
         """Retrieve, start to end."""
         self.start_retrieve(prompt, 0)
         self._finish(self.ops[-1])
 
     @precondition(lambda self: self.ops)
-    @rule(which=st.integers(0, MAX_OPS - 1))
+    @rule(which=_WHICH)
     def finish(self, which: int) -> None:
         """Let one call end."""
         self._finish(self.ops[which % len(self.ops)])
 
     @precondition(lambda self: self.ops)
-    @rule(which=st.integers(0, MAX_OPS - 1), times=st.integers(1, 2), wait=st.booleans())
+    @rule(which=_WHICH, times=st.integers(1, 2), wait=st.booleans())
     def cancel(self, which: int, times: int, wait: bool) -> None:  # noqa: FBT001 - drawn by Hypothesis
         """Cancel one call, perhaps twice, perhaps without waiting for its end."""
         op = self.ops[which % len(self.ops)]
+        op.cancelled = True
         for _ in range(times):
-            op.cancelled = True
             op.task.cancel()
             self.loop.step()
         if wait:
@@ -267,29 +212,31 @@ class EngineMachine(RuleBasedStateMachine):
     def press(self, chunks: int) -> None:
         """Store a prompt that nobody asks for again, to push others out."""
         self.serial += 1
-        self.start_store(_Prompt("", (self.serial,) * chunks), 0)
+        self.start_store(Prompt("", (self.serial,) * chunks), 0)
         self._finish(self.ops[-1])
 
     @precondition(lambda self: self.calm and self.idle and not self.ops)
-    @rule(prompt=_PROMPTS)
-    def promise_and_keep(self, prompt: _Prompt) -> None:
+    @rule(prompt=PROMPTS)
+    def promise_and_keep(self, prompt: Prompt) -> None:
         """In calm weather, a lease is kept whatever is stored in between."""
+        chunks = self._chunks(prompt)
         found = self._do(self.engine.lookup(prompt.tokens, scope=prompt.scope, lease_s=60.0))
         assert found.lease is not None or not prompt.path
         if found.lease is not None:
             self.leases.append(found.lease)
             self.press(MAX_CHUNKS)
             region = self._take_region()
+            check = self.model.loaded_check(prompt, chunks, region, 0)
             call = self.engine.retrieve(prompt.tokens, self.kv.slots(region), scope=prompt.scope, lease=found.lease)
             loaded = self._do(call)
-            self._loaded_check(prompt, region, 0)(loaded)
+            check(loaded)
             self._lay_idle(region)
             assert loaded.loaded_tokens >= found.lease.tokens, (found, loaded)
 
     # -- everything else that happens to an engine -----------------------------------------------------------------
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.integers(0, 9), times=st.integers(1, 2))
+    @rule(which=_WHICH, times=st.integers(1, 2))
     def release(self, which: int, times: int) -> None:
         """Give a lease back, perhaps twice."""
         for _ in range(times):
@@ -306,36 +253,25 @@ class EngineMachine(RuleBasedStateMachine):
     def change(self, what: str, version: str) -> None:
         """Do something to the whole cache."""
         if what == "clear":
-            self.clear()
+            self._do(self.engine.clear(timeout_s=5.0))
+            self.model.generations[self.model.version] += 1
+            assert not any(lease.live for lease in self.leases)
         elif what == "weights":
             self._do(self.engine.set_weights_version(version))
-            self.version = version
+            self.model.version = version
         elif what == "freeze":
             self._do(self._frozen_store())
         elif what == "rest":
-            self.rest()
+            self._rest()
         else:
-            self.restart()
-
-    def clear(self) -> None:
-        """Forget everything; stores of the same keys have other bytes from now on."""
-        self._do(self.engine.clear(timeout_s=5.0))
-        self.generations[self.version] += 1
-        assert not any(lease.live for lease in self.leases)
-
-    async def _frozen_store(self) -> None:
-        self.engine.freeze(True)  # noqa: FBT003
-        kept = await self.engine.store([1] * CHUNK, self.kv.slots(0))
-        assert (kept.stopped, kept.new_tokens) == (StopReason.FROZEN, 0), kept
-        self.engine.freeze(False)  # noqa: FBT003
+            self._restart()
 
     @precondition(lambda self: not self.calm)
-    @rule(tier=st.integers(0, 1), fault=_FAULTS, count=st.integers(1, 6), retryable=st.booleans())
+    @rule(tier=st.integers(0, 1), fault=FAULTS, count=st.integers(1, 6), retryable=st.booleans())
     def break_tier(self, tier: int, fault: tuple[Op, FaultKind], count: int, retryable: bool) -> None:  # noqa: FBT001
         """Let the next few calls of one operation go wrong."""
         backend, (op, kind) = self.backends[tier], fault
-        first = backend.calls[op]
-        calls = range(first, first + count)
+        calls = range(backend.calls[op], backend.calls[op] + count)
         backend.plan = [*backend.plan[-3:], Fault(op=op, kind=kind, calls=calls, retryable=retryable)]
 
     @precondition(lambda self: not self.calm)
@@ -357,36 +293,17 @@ class EngineMachine(RuleBasedStateMachine):
         """From now on copies wait until a call has to end."""
         self.device.stall()
 
-    def rest(self) -> None:
-        """Let everything end: nothing may be left over."""
-        self.heal()
-        for op in list(self.ops):
-            self._finish(op)
-        self._collect_leases()
-        self._do(self.inspected.rest(leases=len(self.leases)))
-
-    def restart(self) -> None:
-        """Close and open on the same storage."""
-        self.rest()
-        tiers = enumerate(self.inspected.context.tiers)
-        failed = [number for number, tier in tiers if tier.inactive is not None or tier.num_doomed]
-        self._close()
-        for number in failed:
-            self.wipe_storage(number)
-        self.leases.clear()
-        self._open()
-
     # -- what must hold after every step ---------------------------------------------------------------------------
 
     @invariant()
     def everything_visible_is_right(self) -> None:
         """Visible means complete, and the bytes of exactly this key, none from before a clear."""
         context = self.inspected.context
-        for key, chunk in self.chunks.items():
+        for key, chunk in self.model.chunks.items():
             entry = context.host.resident(key)
             if entry is not None:
-                held = self._whose(bytes(context.payload(entry)))
-                assert (chunk, self.generations[chunk.version]) in held, f"{entry} of {chunk} holds {held}"
+                payload = bytes(context.payload(entry))
+                assert self.model.is_current(key, payload), f"{entry} of {chunk} holds {self.model.whose(payload)}"
 
     @invariant()
     def no_call_touches_memory_after_its_end(self) -> None:
@@ -399,8 +316,8 @@ class EngineMachine(RuleBasedStateMachine):
         """Caps hold, slots and leases are counted right, nothing failed unseen."""
         host = self.inspected.context.host
         assert host.pool.num_free + len(host.index) + host.index.num_leaving <= host.pool.num_slots
-        for number, frames in enumerate(self.TIER_FRAMES):
-            assert self.stored_bytes(number) <= frames * self.frame_bytes
+        for tier, frames in enumerate(self.TIER_FRAMES):
+            assert self.stored_bytes(tier) <= frames * self.frame_bytes
         self._collect_leases()
         results = [op.task.result() for op in self.ops if op.task.done() and not op.task.cancelled()]
         uncollected = [found.lease for found in results if isinstance(found, LookupResult) and found.lease]
@@ -411,7 +328,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Come to rest and close."""
         try:
-            self.rest()
+            self._rest()
             self._close()
             assert not self.errors, self.errors
         finally:
@@ -420,19 +337,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- machinery -------------------------------------------------------------------------------------------------
 
-    @property
-    def _generation(self) -> int:
-        return self.generations[self.version]
-
     def _open(self) -> None:
-        self.device = _Device(self.kv.connector)
+        self.device = StallingDevice(self.kv.connector)
         backends = [self.make_backend(i, frames * self.frame_bytes) for i, frames in enumerate(self.TIER_FRAMES)]
         self.backends = [FaultyBackend(backend, seed=i) for i, backend in enumerate(backends)]
         config = EngineConfig(
             chunk_tokens=CHUNK,
             host_bytes=self.NUM_SLOTS * self.frame_bytes,
-            wave_bytes=2 * self.frame_bytes,
-            window_bytes=4 * self.frame_bytes,
+            wave_bytes=WAVE_CHUNKS * self.frame_bytes,
+            window_bytes=2 * WAVE_CHUNKS * self.frame_bytes,
             copy_threads=COPY_THREADS,
             prefault=False,
             strict=True,
@@ -442,7 +355,7 @@ class EngineMachine(RuleBasedStateMachine):
             config,
             connector=self.device,
             tiers=self.backends,
-            namespace=CacheNamespace(model="machine", weights_version=self.version),
+            namespace=CacheNamespace(model="machine", weights_version=self.model.version),
             clock=self.clock,
         )
         self.inspected: Inspected[torch.Tensor] = self._do(self.stack.enter_async_context(opening))
@@ -452,6 +365,33 @@ class EngineMachine(RuleBasedStateMachine):
     def _close(self) -> None:
         self.loop.stay()
         self._do(self.stack.aclose())
+
+    def _rest(self) -> None:
+        """Let everything end: nothing may be left over."""
+        for backend in self.backends:
+            backend.plan = []
+            backend.release()
+        for op in list(self.ops):
+            self._finish(op)
+        self._collect_leases()
+        self._do(self.inspected.rest(leases=len(self.leases)))
+
+    def _restart(self) -> None:
+        """Close and open on the same storage."""
+        self._rest()
+        tiers = enumerate(self.inspected.context.tiers)
+        failed = [number for number, tier in tiers if tier.inactive is not None or tier.num_doomed]
+        self._close()
+        for number in failed:
+            self.wipe_storage(number)
+        self.leases.clear()
+        self._open()
+
+    async def _frozen_store(self) -> None:
+        self.engine.freeze(True)  # noqa: FBT003
+        kept = await self.engine.store([1] * CHUNK, self.kv.slots(0))
+        assert (kept.stopped, kept.new_tokens) == (StopReason.FROZEN, 0), kept
+        self.engine.freeze(False)  # noqa: FBT003
 
     def _threads_settle(self) -> None:
         """Wait until no copy thread is about to report to the loop."""
@@ -487,152 +427,13 @@ class EngineMachine(RuleBasedStateMachine):
     def _lay_idle(self, region: int) -> None:
         """Fill a region with noise that must stay."""
         self.serial += 1
-        self.kv.write(region, _noise(self.serial, self.kv.region_tokens, self.kv.token_bytes))
+        rng = np.random.default_rng(self.serial)
+        self.kv.write(region, rng.integers(0, 256, (self.kv.region_tokens, self.kv.token_bytes), dtype=np.uint8))
         self.idle[region] = self.kv.read(region)
 
-    def _chunks(self, prompt: _Prompt) -> list[_Chunk]:
-        chunks = [_Chunk(self.version, prompt.salt, prompt.path[: depth + 1]) for depth in range(len(prompt.path))]
-        run = self.inspected.context.schema.run(canonical_tokens(prompt.tokens), prompt.scope)
-        self.chunks.update(zip(run.keys, chunks, strict=True))
-        return chunks
-
-    def _expected(self, chunk: _Chunk) -> np.ndarray:
-        return chunk.rows(self.generations[chunk.version], self.kv.token_bytes)
-
-    def _whose(self, payload: bytes) -> list[tuple[_Chunk, int]]:
-        """Return which chunks, and of which generation, have these bytes."""
-        known = [(chunk, past) for chunk in self.chunks.values() for past in range(self.generations[chunk.version] + 1)]
-        return [(c, past) for c, past in known if self.kv.payload(c.rows(past, self.kv.token_bytes)) == payload]
-
-    def _hit_check(self, prompt: _Prompt, head: int = 0) -> Callable[[int], None]:
-        """Return a check that an answer promises no more than was ever handed over since the last clear."""
-        chunks, began = self._chunks(prompt)[head:], self._generation
-
-        def check(hit_tokens: int) -> None:
-            ended = self.generations[chunks[0].version] if chunks else began
-            hits = [
-                next((i for i, chunk in enumerate(chunks) if (chunk, generation) not in self.offered), len(chunks))
-                for generation in range(began, ended + 1)
-            ]
-            assert hit_tokens % CHUNK == 0
-            assert hit_tokens <= max(hits) * CHUNK, f"promises {hit_tokens} tokens of {prompt}"
-
-        return check
-
-    def _loaded_check(self, prompt: _Prompt, region: int, head: int) -> Callable[[RetrieveResult], None]:
-        """Return a check that a retrieve brought the right bytes, all of one generation, and wrote nothing else."""
-        chunks, began, before = self._chunks(prompt), self._generation, self.kv.read(region)
-        promised = self._hit_check(prompt, head)
-
-        def check(loaded: RetrieveResult) -> None:
-            promised(loaded.hit_tokens)
-            start, stop = head * CHUNK, head * CHUNK + loaded.loaded_tokens
-            mask = [start <= at < stop for at in range(len(prompt.tokens))]
-            assert torch.equal(loaded.mask, torch.tensor(mask, dtype=torch.bool)), loaded
-            assert loaded.loaded_tokens <= loaded.hit_tokens, loaded
-            assert sum(loaded.by_tier.values()) == loaded.loaded_tokens, loaded
-            after = self.kv.read(region)
-            assert np.array_equal(after[:start], before[:start]), "rows in front of the mask were written"
-            assert np.array_equal(after[stop:], before[stop:]), "rows behind the mask were written"
-            brought = chunks[head : stop // CHUNK]
-            ended = self.generations[chunks[0].version] if chunks else began
-            fits = [
-                all(
-                    np.array_equal(part, chunk.rows(generation, self.kv.token_bytes))
-                    for part, chunk in zip(
-                        after[start:stop].reshape(-1, CHUNK, self.kv.token_bytes), brought, strict=True
-                    )
-                )
-                for generation in range(began, ended + 1)
-            ]
-            assert any(fits), f"wrong bytes for {prompt}"
-
-        return check
+    def _chunks(self, prompt: Prompt) -> list[Chunk]:
+        return self.model.chunks_of(prompt, self.inspected.context.schema)
 
     def _collect_leases(self) -> None:
         self.inspected.context.host.expire()
         self.leases = [lease for lease in self.leases if not lease.released]
-
-
-class _SeenEvent:
-    """Knows whether the engine has seen that it is over."""
-
-    def __init__(self, event: FakeEvent) -> None:
-        self._event = event
-        self.seen = False
-
-    def query(self) -> bool:
-        done = False
-        try:
-            done = self._event.query()
-        except RuntimeError:
-            done = True
-            raise
-        finally:
-            self.seen = self.seen or done
-        return done
-
-
-class _Device:
-    """A fake device behind `KVConnector` that can wait until the engine has seen everything it did."""
-
-    def __init__(self, inner: PagedConnector) -> None:
-        self.device = FakeDevice()
-        self._copies = FakeDeviceConnector(inner, self.device)
-        self._stalled: list[_SeenEvent] = []
-
-    @property
-    def layout(self) -> KVLayout:
-        return self._copies.layout
-
-    def check(self, kv: torch.Tensor, num_tokens: int) -> None:
-        self._copies.check(kv, num_tokens)
-
-    def gather(self, kv: torch.Tensor, spans: Sequence[Span], out: Sequence[memoryview]) -> _SeenEvent | None:
-        return self._enqueued(self._copies.gather(kv, spans, out))
-
-    def scatter(self, kv: torch.Tensor, spans: Sequence[Span], src: Sequence[memoryview]) -> _SeenEvent | None:
-        return self._enqueued(self._copies.scatter(kv, spans, src))
-
-    def _enqueued(self, event: FakeEvent) -> _SeenEvent | None:
-        if event.query():
-            return None
-        self._stalled.append(_SeenEvent(event))
-        return self._stalled[-1]
-
-    def fail_next(self, fault: CopyFault) -> None:
-        self._copies.fail_next(fault)
-
-    def stall(self) -> None:
-        self.device.stepping = Stepping.MANUAL
-
-    def run(self) -> None:
-        """Run what was stalled; the engine learns of it before this returns."""
-        self.device.stepping = Stepping.AUTO
-        self.device.run()
-        end = time.monotonic() + EVENTS_SEEN_S
-        while not all(event.seen for event in self._stalled) and time.monotonic() < end:
-            time.sleep(0.0001)
-        self._stalled = [event for event in self._stalled if not event.seen]
-
-
-class _ErrorLog(logging.Handler):
-    """Notes what only a bug logs."""
-
-    def __init__(self, errors: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._errors = errors
-
-    @override
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if record.levelno >= logging.ERROR or "closed with" in message or "closing failed" in message:
-            self._errors.append(f"{message}: {record.exc_info and record.exc_info[1]!r}")
-
-
-def _mask(prompt: _Prompt, head: int) -> Sequence[bool] | None:
-    return [at >= head * CHUNK for at in range(len(prompt.tokens))] if head else None
-
-
-def _noise(serial: int, num_tokens: int, token_bytes: int) -> np.ndarray:
-    return np.random.default_rng(serial).integers(0, 256, (num_tokens, token_bytes), dtype=np.uint8)

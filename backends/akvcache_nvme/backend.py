@@ -1,8 +1,9 @@
 """The local NVMe tier: one file per chunk, moved with O_DIRECT between the device and the host slot.
 
-Owned by one engine and touched from its loop only. Chunk bytes move through aiofiles on the backend's own threads,
-straight from and to the memoryview given. Other blocking steps (`directory.py`, `queries.py`) take one hop each:
-those of a read or write on the same threads, lookups on a thread of their own, so that they never queue behind data.
+Owned by one engine and touched from its loop only. Three kinds of threads serve it: chunk bytes move through aiofiles
+on ``threads`` of them, straight from and to the memoryview given; the steps around a transfer (`directory.py`) run on
+`STEP_THREADS` others, so that the device stays busy while the next chunk finds its file; lookups have one of their
+own, so that they never queue behind either.
 
 Nothing is synced: the frame's checksum, verified by the engine, decides what survived a power cut. What a killed
 process leaves is complete, because a chunk appears by a rename after its last byte was written.
@@ -43,6 +44,10 @@ __all__ = ("NvmeBackend", "NvmeStatistics")
 _log = logging.getLogger("akvcache.nvme")
 
 _NAME: Final = "nvme"
+
+STEP_THREADS: Final = 2
+"""Chunks whose file is being found, made or committed while others move."""
+
 _FIXED_BYTES: Final = 24576
 """What an empty cache of one namespace counts: usage, manifest and four directories, a block each."""
 
@@ -122,7 +127,7 @@ class NvmeBackend:
             self._root, capacity_bytes=capacity_bytes, spare_limit_bytes=int(capacity_bytes * recycle_share)
         )
         self._io = ThreadPoolExecutor(threads, thread_name_prefix="akv-nvme-io")
-        self._steps = ThreadPoolExecutor(2, thread_name_prefix="akv-nvme-step")
+        self._steps = ThreadPoolExecutor(STEP_THREADS, thread_name_prefix="akv-nvme-step")
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix="akv-nvme-lookup")
         self._chunks = ChunkIO(self._io)
         self._room = RoomKeeper(self._files, self._index, self._steps, capacity_bytes)
@@ -156,7 +161,9 @@ class NvmeBackend:
     @property
     def capabilities(self) -> Capabilities:
         """See `Backend.capabilities`."""
-        return Capabilities(persistent=True, max_reads=self._threads + 2, max_writes=self._threads + 2)
+        return Capabilities(
+            persistent=True, max_reads=self._threads + STEP_THREADS, max_writes=self._threads + STEP_THREADS
+        )
 
     def statistics(self) -> NvmeStatistics:
         """Return what this backend sees and did."""
@@ -202,7 +209,7 @@ class NvmeBackend:
                 found = await run_blocking(self._lookups, queries.locate, self._root, unknown)
                 for key, nbytes in zip(unknown, found, strict=True):
                     if nbytes is not None and key not in self._index:
-                        await self._discovered(key, nbytes)
+                        self._discovered(key, nbytes)
             return [key in self._index for key in keys]
 
     async def read(self, key: ChunkKey, into: memoryview) -> int | None:
@@ -341,7 +348,7 @@ class NvmeBackend:
             await self._missed(key)  # evicted, and perhaps overwritten while it was read
             return None
         if key not in self._index:
-            await self._discovered(key, allocated(chunk.status))
+            self._discovered(key, allocated(chunk.status))
         return size if done == min(size, len(into)) else done
 
     async def _write(self, key: ChunkKey, frame: memoryview) -> None:
@@ -375,16 +382,17 @@ class NvmeBackend:
         try:
             await run_blocking(self._steps, self._files.abandon, reservation)
         except FileNotFoundError:
-            await self._room.doubt(reservation.charge)
+            self._room.doubt(reservation.charge)
         except OSError as error:
             _log.warning("an unfinished file stays in %s until this process ends: %s", self._root, error)
 
     async def _missed(self, key: ChunkKey) -> None:
         """Forget a chunk that is not there."""
         if key in self._index:
-            await self._room.doubt(self._index.drop(key))
+            self._room.doubt(self._index.drop(key))
+            await self._room.resolve_doubt()
 
-    async def _discovered(self, key: ChunkKey, nbytes: int) -> None:
+    def _discovered(self, key: ChunkKey, nbytes: int) -> None:
         """Remember a chunk that someone else has put there."""
         self._index.add(key, nbytes)
-        await self._room.doubt(nbytes)
+        self._room.doubt(nbytes)

@@ -32,18 +32,7 @@ from typing import Final, TypeVar
 from akvcache.keys import ChunkKey, NamespaceId
 from akvcache.layout import PAGE_BYTES
 
-from .files import (
-    ABSENT,
-    allocated,
-    directory,
-    first_file,
-    list_directory,
-    open_file,
-    probe_direct,
-    regular_stat,
-    resize,
-    stat_or_none,
-)
+from . import files
 from .ledger import UsageLedger
 from .manifest import conflict, encode_manifest, read_manifest, write_manifest
 from .names import LOCK, MANIFEST, SPARE, TMP, place_of
@@ -87,7 +76,7 @@ class CacheDirectory:
     """A root, and this process's part in it.
 
     Attributes:
-        root: The directory.
+        root: The files.directory.
         owner: This process's mark.
         ledger: Usage of all processes.
         num_recycled: Files given out that were an older chunk's.
@@ -102,7 +91,7 @@ class CacheDirectory:
         self._spare_limit_bytes = spare_limit_bytes
         self._attached: set[str] = set()
         self._emptied: set[tuple[str, str]] = set()  # directories that may have lost their last chunk
-        self._names = itertools.count()
+        self._names = map("{:x}".format, itertools.count())
         self.num_recycled = 0
         self.open_flags = 0
 
@@ -114,13 +103,18 @@ class CacheDirectory:
     def census(self) -> Census:
         """Take hold of the directory, reclaim what dead owners left, count everything. Repeatable."""
         with self.ledger.locked():
-            return self._enter()
+            try:
+                return self._enter()
+            except OSError as error:
+                if error.errno not in FULL or not self._sacrifice():
+                    raise
+                return self._enter()
 
     def probe_direct(self) -> OSError | None:
         """Try O_DIRECT in the owner's directory; return the error if the file system refuses it."""
-        with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
+        with self.ledger.locked(), files.directory(self.root, TMP, self.owner.name) as own:
             self.ledger.grow(PAGE_BYTES)
-            refusal = probe_direct(own)
+            refusal = files.probe_direct(own)
             self.ledger.shrink(PAGE_BYTES)
             return refusal
 
@@ -150,9 +144,8 @@ class CacheDirectory:
 
     def reserve(self, key: ChunkKey, size: int) -> Reservation | Found | None:
         """Return a file for a frame of `size` bytes, or None if there is no room without an eviction."""
-        found = self._find(key)
-        if found is not None:
-            return found
+        if (status := status_of(self.root, key)) is not None:
+            return Found(files.allocated(status))
         with self.ledger.locked():
             name = self._retry_entered(lambda: self._allocate(size))
         return self._open(name, size)
@@ -165,13 +158,12 @@ class CacheDirectory:
         Raises:
             OSError: With an errno of `ABSENT` if the victim had vanished.
         """
-        found = self._find(key)
-        if found is not None:
-            return found
+        if (status := status_of(self.root, key)) is not None:
+            return Found(files.allocated(status))
         place = place_of(victim)
         with self.ledger.locked():
             self._retry_entered(self._find_own_directory)
-            with directory(self.root, place.namespace, place.fan_out) as parent:
+            with files.directory(self.root, place.namespace, place.fan_out) as parent:
                 name = self._adopt(place.name, parent, size)
             self._emptied.add((place.namespace, place.fan_out))
             name = name or self._allocate(size)
@@ -187,17 +179,17 @@ class CacheDirectory:
         """
         reservation.file.close()
         place = place_of(key)
-        with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
-            written = allocated(regular_stat(reservation.name, own))
+        with self.ledger.locked(), files.directory(self.root, TMP, self.owner.name) as own:
+            written = files.allocated(files.regular_stat(reservation.name, own))
             with self._made(place.namespace, place.fan_out) as parent:
-                first = stat_or_none(place.name, parent)
+                first = files.stat_or_none(place.name, parent)
                 self._emptied.discard((place.namespace, place.fan_out))
                 if first is None:
                     os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
                 else:
                     self._retire(reservation.name, own, written)
                 self.ledger.shrink(reservation.charge - written)
-                return written if first is None else allocated(first)
+                return written if first is None else files.allocated(first)
 
     def abandon(self, reservation: Reservation) -> None:
         """Remove a file whose write failed.
@@ -206,7 +198,7 @@ class CacheDirectory:
             FileNotFoundError: It has vanished.
         """
         reservation.file.close()
-        with self.ledger.locked(), directory(self.root, TMP, self.owner.name) as own:
+        with self.ledger.locked(), files.directory(self.root, TMP, self.owner.name) as own:
             os.unlink(reservation.name, dir_fd=own)
             self.ledger.shrink(reservation.charge)
 
@@ -228,18 +220,16 @@ class CacheDirectory:
         with self.ledger.locked():
             self._trim_spares(0)
 
-    def _find(self, key: ChunkKey) -> Found | None:
-        status = status_of(self.root, key)
-        return None if status is None else Found(allocated(status))
-
     def _open(self, name: str | None, size: int) -> Reservation | None:
         if name is None:
             return None
         names = (TMP, self.owner.name, name)
         try:
-            return Reservation(name, temp_charge(size), open_file(self.root, names, os.O_WRONLY | self.open_flags))
+            return Reservation(
+                name, temp_charge(size), files.open_file(self.root, names, os.O_WRONLY | self.open_flags)
+            )
         except OSError:
-            with self.ledger.locked(), directory(self.root, *names[:-1]) as own:
+            with self.ledger.locked(), files.directory(self.root, *names[:-1]) as own:
                 self._unlink(name, own, temp_charge(size))
             raise
 
@@ -258,6 +248,19 @@ class CacheDirectory:
         self._fits(0)
         return census
 
+    def _sacrifice(self) -> bool:
+        """Remove some chunk from a device too full to make a directory on; the census after it counts again."""
+        with files.directory(self.root) as parent:
+            namespaces = [found for name in os.listdir(self.root) if (found := namespace_in(name))]
+        for namespace_id in namespaces:
+            for fan_out in queries.fan_outs(self.root, namespace_id):
+                for chunk in queries.chunks_in(self.root, namespace_id, fan_out):
+                    place = place_of(chunk.key)
+                    with files.directory(self.root, place.namespace, place.fan_out) as parent:
+                        os.unlink(place.name, dir_fd=parent)
+                    return True
+        return False
+
     def _retry_entered(self, step: Callable[[], T]) -> T:
         """Run `step`; if a directory is missing, make them all and run it once more."""
         try:
@@ -267,14 +270,14 @@ class CacheDirectory:
             return step()
 
     def _find_own_directory(self) -> None:
-        with directory(self.root, TMP, self.owner.name):
+        with files.directory(self.root, TMP, self.owner.name):
             pass
 
     def _remove_own_directory(self) -> None:
-        with directory(self.root, TMP) as parent, directory(self.root, TMP, self.owner.name) as own:
-            for name, status in list_directory(parent, self.owner.name):
+        with files.directory(self.root, TMP) as parent, files.directory(self.root, TMP, self.owner.name) as own:
+            for name, status in files.list_directory(parent, self.owner.name):
                 os.unlink(name, dir_fd=own)
-                self.ledger.shrink(allocated(status) if name == LOCK else temp_charge(status.st_size))
+                self.ledger.shrink(files.allocated(status) if name == LOCK else temp_charge(status.st_size))
             os.rmdir(self.owner.name, dir_fd=parent)
             self.ledger.shrink(DIRECTORY_BYTES)
 
@@ -283,13 +286,13 @@ class CacheDirectory:
             found = read_manifest(parent)
             if found is not None:
                 return conflict(found, text)
-            with directory(self.root, TMP, self.owner.name) as own:
-                name = self._next_name()
+            with files.directory(self.root, TMP, self.owner.name) as own:
+                name = next(self._names)
                 self.ledger.grow(temp_charge(len(text)))
                 written = write_manifest(name, own, text)
-                old = stat_or_none(MANIFEST, parent)
+                old = files.stat_or_none(MANIFEST, parent)
                 os.rename(name, MANIFEST, src_dir_fd=own, dst_dir_fd=parent)
-                replaced = allocated(old) if old is not None else 0
+                replaced = files.allocated(old) if old is not None else 0
                 self.ledger.shrink(temp_charge(len(text)) - written + replaced)
         return None
 
@@ -297,13 +300,13 @@ class CacheDirectory:
     def _made(self, *names: str) -> Generator[int, None, None]:
         """Open a directory below the root, making what is missing of it."""
         for depth, name in enumerate(names):
-            with directory(self.root, *names[:depth]) as parent:
+            with files.directory(self.root, *names[:depth]) as parent:
                 try:
                     os.stat(name, dir_fd=parent, follow_symlinks=False)
                 except FileNotFoundError:
                     self.ledger.grow(DIRECTORY_BYTES)
                     os.mkdir(name, 0o700, dir_fd=parent)
-        with directory(self.root, *names) as handle:
+        with files.directory(self.root, *names) as handle:
             yield handle
 
     def _fits(self, nbytes: int, size: int = 0) -> bool:
@@ -315,7 +318,7 @@ class CacheDirectory:
         short = self.ledger.used_bytes + nbytes - self._limit_bytes
         while short > 0 and len(self._emptied) * DIRECTORY_BYTES >= max(short, size):
             namespace, fan_out = self._emptied.pop()
-            with suppress(OSError), directory(self.root, namespace) as parent:
+            with suppress(OSError), files.directory(self.root, namespace) as parent:
                 os.rmdir(fan_out, dir_fd=parent)
                 self.ledger.shrink(DIRECTORY_BYTES)
                 short -= DIRECTORY_BYTES
@@ -324,29 +327,29 @@ class CacheDirectory:
     def _allocate(self, size: int) -> str | None:
         """Return a spare or a new file, or None if there is no room for one."""
         while (name := self._first_spare()) is not None:
-            with directory(self.root, SPARE) as spare:
-                self.ledger.move_spare(-allocated(regular_stat(name, spare)))
+            with files.directory(self.root, SPARE) as spare:
+                self.ledger.move_spare(-files.allocated(files.regular_stat(name, spare)))
                 taken = self._adopt(name, spare, size)
             if taken is not None:
                 return taken
         charge = temp_charge(size)
         if not self._fits(charge, size):
             return None
-        with directory(self.root, TMP, self.owner.name) as own:
-            name = self._next_name()
+        with files.directory(self.root, TMP, self.owner.name) as own:
+            name = next(self._names)
             self.ledger.grow(charge)
             self._resize(name, own, size, counted=charge, create=_NEW)
         return name
 
     def _adopt(self, name: str, parent: int, size: int) -> str | None:
         """Take a counted file for a frame of `size` bytes; if that would not fit, remove it and return None."""
-        had = allocated(regular_stat(name, parent))
+        had = files.allocated(files.regular_stat(name, parent))
         charge = temp_charge(size)
         if not self._fits(charge - had, size):
             self._unlink(name, parent, had)
             return None
-        temp = self._next_name()
-        with directory(self.root, TMP, self.owner.name) as own:
+        temp = next(self._names)
+        with files.directory(self.root, TMP, self.owner.name) as own:
             os.rename(name, temp, src_dir_fd=parent, dst_dir_fd=own)
             self.ledger.grow(max(0, charge - had))
             self._resize(temp, own, size, counted=max(charge, had), create=0)
@@ -356,7 +359,7 @@ class CacheDirectory:
 
     def _resize(self, name: str, own: int, size: int, *, counted: int, create: int) -> None:
         try:
-            resize(name, own, size, create=create)
+            files.resize(name, own, size, create=create)
         except OSError:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=own)
@@ -366,8 +369,8 @@ class CacheDirectory:
     def _first_spare(self) -> str | None:
         if self.ledger.spare_bytes == 0:
             return None
-        with directory(self.root) as parent:
-            name = first_file(parent, SPARE)
+        with files.directory(self.root) as parent:
+            name = files.first_file(parent, SPARE)
         if name is not None:
             return name
         self.ledger.shrink(self.ledger.spare_bytes)  # someone removed them by hand
@@ -377,8 +380,8 @@ class CacheDirectory:
     def _trim_spares(self, limit_bytes: int) -> None:
         """Remove spare files until they hold no more than `limit_bytes`."""
         while self.ledger.spare_bytes > limit_bytes and (name := self._first_spare()) is not None:
-            with directory(self.root, SPARE) as spare:
-                nbytes = allocated(regular_stat(name, spare))
+            with files.directory(self.root, SPARE) as spare:
+                nbytes = files.allocated(files.regular_stat(name, spare))
                 self.ledger.move_spare(-nbytes)
                 self._unlink(name, spare, nbytes)
 
@@ -400,16 +403,13 @@ class CacheDirectory:
         with self.ledger.locked():
             for place in map(place_of, keys):
                 try:
-                    with directory(self.root, place.namespace, place.fan_out) as parent:
-                        how(place.name, parent, allocated(regular_stat(place.name, parent)))
+                    with files.directory(self.root, place.namespace, place.fan_out) as parent:
+                        how(place.name, parent, files.allocated(files.regular_stat(place.name, parent)))
                 except OSError as error:
-                    if error.errno not in ABSENT:
+                    if error.errno not in files.ABSENT:
                         raise
                 else:
                     removed += 1
                     self._emptied.add((place.namespace, place.fan_out))
             self._fits(0)
         return removed
-
-    def _next_name(self) -> str:
-        return f"{next(self._names):x}"

@@ -155,14 +155,14 @@ def open_file(root: Path, names: Sequence[str], flags: int) -> io.FileIO:
         root: The root.
         names: Directories below it, then the file.
         flags: ``os.O_RDONLY`` or ``os.O_WRONLY``, perhaps with ``os.O_DIRECT``.
+
+    Raises:
+        OSError: With an errno of `ABSENT` if there is no regular file.
     """
     *parents, name = names
     with directory(root, *parents) as parent:
-        # O_NONBLOCK: opening a planted pipe must not hang
+        regular_stat(name, parent)  # a pipe or a directory would fail in ways that look like a failing disk
         handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.ELOOP, "not a regular file", name)
     return io.FileIO(handle, "wb" if flags & os.O_WRONLY else "rb")
 
 

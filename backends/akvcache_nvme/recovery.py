@@ -56,11 +56,6 @@ class Census:
     num_ignored: int = 0
     num_unreadable: int = 0
 
-    @property
-    def num_chunks(self) -> int:
-        """Chunks in all namespaces."""
-        return sum(map(len, self.chunks.values()))
-
 
 def take_census(root: Path, *, live: Collection[str], keep: Collection[str], sole: bool) -> Census:
     """Count everything below `root` and remove namespaces without chunks.

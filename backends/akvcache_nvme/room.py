@@ -29,6 +29,9 @@ __all__ = ("BATCH", "RoomKeeper")
 BATCH: Final = 512
 """Index entries handled between two turns of the loop."""
 
+_EVICT_BATCH: Final = 64
+"""Files removed while holding the lock: each can take milliseconds."""
+
 _DOUBT_SHARE: Final = 64
 """A census is due when files worth capacity / this came or went unseen: it examines that many files for each."""
 
@@ -66,9 +69,12 @@ class RoomKeeper:
         self._unknown_bytes = self._unknown()
         return census
 
-    async def doubt(self, nbytes: int) -> None:
-        """Note that a file of `nbytes` turned out to have come or gone unseen."""
+    def doubt(self, nbytes: int) -> None:
+        """Note that files of `nbytes` turned out to have come or gone unseen."""
         self._doubtful_bytes += nbytes
+
+    async def resolve_doubt(self) -> None:
+        """Take a census if there is reason enough."""
         if self._doubtful_bytes * _DOUBT_SHARE >= self._capacity_bytes:
             await self.census()
 
@@ -78,7 +84,7 @@ class RoomKeeper:
             await run_blocking(self._executor, self._files.drop_spares)
         while (excess := self._files.excess_bytes) > 0:
             victims: list[ChunkKey] = []
-            while excess > 0 and len(victims) < BATCH and (chosen := self._index.claim(self.is_protected, None)):
+            while excess > 0 and len(victims) < _EVICT_BATCH and (chosen := self._index.claim(self.is_protected, None)):
                 victims.append(chosen.key)
                 excess -= chosen.allocated_bytes
             if not victims:
@@ -92,6 +98,7 @@ class RoomKeeper:
         Raises:
             CapacityExhausted: Nothing may be evicted.
         """
+        await self.resolve_doubt()
         room = None
         if not self._files.looks_full(size):
             room = await run_blocking(self._executor, self._files.reserve, key, size)
@@ -129,7 +136,8 @@ class RoomKeeper:
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
-            await self.doubt(victim.allocated_bytes)
+            self.doubt(victim.allocated_bytes)
+            await self.resolve_doubt()
             return await run_blocking(self._executor, self._files.reserve, key, size)
         if isinstance(room, Found):
             self._index.learn(victim.key, victim.allocated_bytes)

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from akvcache import CacheEngine, ConfigurationError, EngineConfig, UsageError
 from akvcache.demo.spans import SpanCollector, SystemIdGenerator
@@ -43,6 +53,22 @@ def test_head_dim_is_derived_when_the_configuration_has_none(model: LlamaForCaus
     del config.head_dim
     kv = seam.connector_for(config, torch.float16).empty(5)
     assert (len(kv), kv[0][0].shape, kv[0][0].dtype) == (3, (1, 4, 5, 8), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [(Qwen3Config, {"num_key_value_heads": 2}), (Phi3Config, {"num_key_value_heads": 1}), (GPTNeoXConfig, {})],
+)
+def test_other_architectures_continue_behind_a_loaded_prefix(
+    kind: type[PreTrainedConfig], more: dict[str, int]
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4} | more
+    model = AutoModelForCausalLM.from_config(kind(**sizes, vocab_size=257, pad_token_id=0))
+    kv = seam.connector_for(model.config, model.dtype).empty(len(TOKENS))
+    expected = seam.last_logits(model, TOKENS, seam.cache_from_kv(model.config, kv, 0))
+    again = seam.last_logits(model, TOKENS[96:], seam.cache_from_kv(model.config, kv, 96))
+    torch.testing.assert_close(again, expected)
 
 
 def test_sliding_window_is_refused() -> None:

@@ -16,7 +16,7 @@ from tests.support import CHUNK, MODEL, PagedKV, config_for, open_engine
 T = CHUNK
 
 
-def timed_engine(kv: PagedKV, num_slots: int, clock: VirtualClock, **options: object):  # noqa: ANN201
+def timed_engine(kv: PagedKV, num_slots: int, clock: VirtualClock, **options: object):
     """Return the context manager of an engine whose leases follow `clock`."""
     config = config_for(kv, num_slots, **options)
     return CacheEngine.open(config, connector=kv.connector, namespace=MODEL, tiers=[], clock=clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import subprocess
 import sys
 import threading
@@ -22,7 +23,9 @@ from tests.support import CHUNK, MODEL, PagedKV, config_for
 T = CHUNK
 
 
-def sync_engine(kv: PagedKV, num_slots: int = 32, tiers: list[Any] | None = None, **options: object) -> SyncCacheEngine[Any]:
+def sync_engine(
+    kv: PagedKV, num_slots: int = 32, tiers: list[Any] | None = None, **options: object
+) -> SyncCacheEngine[Any]:
     return SyncCacheEngine(
         config_for(kv, num_slots, **options), connector=kv.connector, namespace=MODEL, tiers=tiers or []
     )
@@ -227,26 +230,15 @@ class TestLifecycle:
             engine = sync_engine(kv).open()
             tickets: list[Ticket[Any]] = []
             started = threading.Event()
-
-            def submit(engine: SyncCacheEngine[Any] = engine, tickets: list[Ticket[Any]] = tickets) -> None:
-                try:
-                    while True:
-                        tickets.append(engine.submit(lambda e: e.lookup(kv.tokens)))
-                        started.set()
-                except UsageError:
-                    pass
-
-            thread = threading.Thread(target=submit, daemon=True)
+            thread = threading.Thread(target=submit_until_refused, args=(engine, kv, tickets, started), daemon=True)
             thread.start()
             assert started.wait(5)
             engine.close()
             thread.join(5)
             assert not thread.is_alive()
             for ticket in tickets:
-                try:
+                with contextlib.suppress(UsageError, concurrent.futures.CancelledError):
                     ticket.wait(5)
-                except (UsageError, concurrent.futures.CancelledError):
-                    pass
 
     def test_a_call_that_never_ends_does_not_outlive_the_engine(self) -> None:
         kv = PagedKV(2 * T)
@@ -285,6 +277,15 @@ class TestLifecycle:
         with sync_engine(kv) as engine:
             engine.store(kv.tokens, kv.slots)
         assert all(name.startswith("akv-copy") for name in threads)
+
+
+def submit_until_refused(
+    engine: SyncCacheEngine[Any], kv: PagedKV, tickets: list[Ticket[Any]], started: threading.Event
+) -> None:
+    with contextlib.suppress(UsageError):
+        while True:
+            tickets.append(engine.submit(lambda e: e.lookup(kv.tokens)))
+            started.set()
 
 
 FORGETFUL = """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiofiles
+import aiofiles.threadpool
 import pytest
 from akvcache_nvme import DirectMode
 
@@ -45,7 +45,7 @@ SMALL = 16 * FRAME
 
 
 class _File:
-    """An open file of aiofiles whose next write or read goes through `meddle`."""
+    """A file of aiofiles whose writes and reads go through `meddle`."""
 
     def __init__(self, file: Any, meddle: Callable[[Any, memoryview], Any]) -> None:
         self._file = file
@@ -59,21 +59,18 @@ class _File:
         count: int = await self._meddle(self._file.readinto, view)
         return count
 
-    async def close(self) -> None:
-        await self._file.close()
-
 
 @pytest.fixture
 def meddle(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any, memoryview], Any] | None], None]:
-    """Put a function between the backend and every file it opens from now on; None takes it away."""
-    real_open = aiofiles.open
+    """Put a function between the backend and every file it moves from now on; None takes it away."""
+    real_wrap = aiofiles.threadpool.wrap
     current: list[Callable[[Any, memoryview], Any] | None] = [None]
 
-    async def fake_open(*args: Any, **kwargs: Any) -> Any:
-        file = await real_open(*args, **kwargs)
+    def fake_wrap(*args: Any, **kwargs: Any) -> Any:
+        file = real_wrap(*args, **kwargs)
         return file if current[0] is None else _File(file, current[0])
 
-    monkeypatch.setattr(aiofiles, "open", fake_open)
+    monkeypatch.setattr(aiofiles.threadpool, "wrap", fake_wrap)
 
     def use(function: Callable[[Any, memoryview], Any] | None) -> None:
         current[0] = function

@@ -1,4 +1,4 @@
-"""Tiers and devices that fail, lie, stall and come back: a shorter hit, never wrong bytes, never a hang, never a leak."""
+"""Tiers and devices that fail, lie, stall and come back: a shorter hit, no wrong bytes, no hang, no leak."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -27,7 +28,6 @@ from akvcache.testing import (
     MemoryStore,
     Op,
     Stepping,
-    Stop,
     VirtualClock,
 )
 from tests.faults.kit import CHUNK, BlockingConnector, CountedBackend, FailingConnector, Rig, rig, slot_bytes, until
@@ -388,8 +388,8 @@ async def test_a_cancelled_probe_gives_way_to_the_next() -> None:
         probe.cancel()
         await asyncio.wait([probe])
         backend.release()
-        assert await r.hit("p", 2) == 2
         await r.rest()
+        assert await r.hit("p", 2) == 2
 
 
 async def test_impatient_callers_do_not_open_the_breaker_of_a_healthy_tier() -> None:
@@ -431,8 +431,8 @@ async def test_a_write_overtaken_by_clear_never_becomes_visible(ending: str) -> 
     """Invariant 9: what was on its way down when everything was cleared is deleted, or hidden if it cannot be."""
     medium = MemoryStore()
     backend = FaultyBackend(MemoryBackend(medium))
-    async with rig([backend]) as r:
-        backend.hold("write", Stop.AFTER)
+    async with rig([backend], breaker_failures=100) as r:
+        backend.hold("write")
         await r.store("old", 3)
         await backend.reached("write", 3)
         result = await r.engine.clear()
@@ -586,7 +586,7 @@ async def test_a_tier_that_does_not_close_is_left_behind(kind: FaultKind) -> Non
 async def test_a_retrieve_whose_copy_fails_ends_before_it(kind: CopyFault, wave: int) -> None:
     """CB-12, RL-08: the mask covers the waves before it, nothing is held, the next one works."""
     made: list[FailingConnector] = []
-    async with rig(connector=lambda kv: made.append(FailingConnector(kv)) or made[0]) as r:
+    async with rig(connector=lambda kv: made.append(FailingConnector(kv)) or made[0], copy_threads=1) as r:
         await r.store("p", 6)
         made[0].fail_after(wave, kind)
         loaded = await r.retrieve("p", 6)
@@ -599,7 +599,9 @@ async def test_a_retrieve_whose_copy_fails_ends_before_it(kind: CopyFault, wave:
 @pytest.mark.parametrize("wave", [0, 1, 2])
 async def test_a_store_whose_copy_fails_keeps_what_was_copied(kind: CopyFault, wave: int) -> None:
     made: list[FailingConnector] = []
-    async with rig([MemoryBackend()], connector=lambda kv: made.append(FailingConnector(kv)) or made[0]) as r:
+    async with rig(
+        [MemoryBackend()], connector=lambda kv: made.append(FailingConnector(kv)) or made[0], copy_threads=1
+    ) as r:
         made[0].fail_after(wave, kind)
         kept = await r.store("p", 6)
         assert (kept.stored_tokens, kept.stopped) == (wave * 2 * CHUNK, StopReason.TRANSFER_ERROR)
@@ -634,6 +636,44 @@ async def test_a_copy_that_never_ends_takes_the_engine_out_of_use(direction: str
         assert (await r.engine.lookup(r.tokens("p", 3))).stopped is StopReason.UNHEALTHY
         assert (await r.engine.store(r.tokens("p", 3), r.kv.slots(0))).stopped is StopReason.UNHEALTHY
         assert r.inspected.leftovers()["tasks"] == 1, "the copy was forgotten while the device still runs it"
+
+
+@pytest.mark.parametrize("kind", [CopyFault.RAISE, CopyFault.BREAK])
+async def test_a_wave_of_which_all_parts_fail_is_one_failure(kind: CopyFault) -> None:
+    made: list[FakeDeviceConnector[torch.Tensor]] = []
+    async with rig(connector=lambda kv: made.append(FakeDeviceConnector(kv.connector, FakeDevice())) or made[0]) as r:
+        made[0].fail_next(kind)
+        made[0].fail_next(kind)
+        assert (await r.store("p", 2)).stopped is StopReason.TRANSFER_ERROR
+        await r.rest()
+        await r.works("after")
+
+
+@pytest.mark.parametrize("direction", ["store", "retrieve"])
+@pytest.mark.parametrize("kind", [CopyFault.RAISE, CopyFault.BREAK])
+async def test_a_wave_of_which_one_part_fails_ends_with_its_other_part(kind: CopyFault, direction: str) -> None:
+    """RL-08: threads share a wave; a slot is not free while the other thread's copy still uses it."""
+    made: list[FakeDeviceConnector[torch.Tensor]] = []
+    async with rig(connector=lambda kv: made.append(FakeDeviceConnector(kv.connector, FakeDevice())) or made[0]) as r:
+        await r.store("p", 2)
+        made[0].fail_next(kind)
+        made[0].fail_next(CopyFault.HANG)
+        if direction == "store":
+            call = asyncio.create_task(r.engine.store(r.tokens("q", 2), r.fill("q", 2)))
+        else:
+            call = asyncio.create_task(r.engine.retrieve(r.tokens("p", 2), r.blank(1)))
+        await until(lambda: len(made[0].hung) == 1)
+        await asyncio.wait([call], timeout=0.02)
+        assert not call.done(), "the call ended while the device was still copying"
+        lease = await r.host.acquire(r.host.pool.num_slots, timeout_s=0.01)
+        assert lease is not None
+        assert len(lease) == r.host.pool.num_slots - 2
+        lease.release()
+        made[0].hung[0].complete()
+        made[0].device.run()
+        assert (await call).stopped is StopReason.TRANSFER_ERROR
+        await r.rest()
+        await r.works("after")
 
 
 async def test_a_copy_thread_that_hangs_keeps_its_slots_until_it_ends() -> None:

@@ -184,10 +184,10 @@ class SyncCacheEngine(Generic[KV]):
         ticket = self.submit(lambda engine: engine.store(tokens, kv, scope=asked, mask=mask, deadline_s=deadline_s))
         return ticket.wait(self._limit(deadline_s, self._config.store_deadline_s))
 
-    def release(self, lease: HostLease) -> None:
-        """Release a lease of `lookup`. Idempotent."""
+    def release(self, lease: HostLease | None) -> None:
+        """Release a lease of `lookup`. Idempotent; None, the lease of a lookup that was turned away, is fine."""
         with self._lock:
-            if self._loop is not None:
+            if lease is not None and self._loop is not None:
                 self._loop.call_soon_threadsafe(lease.release)
 
     def flush(self, *, timeout_s: float = 30.0) -> FlushResult:

@@ -211,8 +211,9 @@ class Tier:
                 raise
             if not task.done():
                 kind, late = OutcomeKind.TIMEOUT, task
-                if timeout_s < min(self._config.lookup_deadline_s, self._config.io_timeout_s):
-                    self.breaker.undecided()  # the caller's own deadline was short: no fault of the tier
+                patience = min(self._config.lookup_deadline_s, self._config.io_timeout_s) - timeout_s
+                if patience > 0:  # the caller's own deadline was short: no fault of the tier yet
+                    self._supervisor.spawn(self._judge(task, patience), name=f"{self.name}-judge")
                     break
                 self.breaker.failed()
                 self._log("tier %s: %s took longer than %.1f s", op, timeout_s)
@@ -233,6 +234,16 @@ class Tier:
                 break
         self._telemetry.operation(self.name, op, kind)
         return Outcome(kind, late), None
+
+    async def _judge(self, call: asyncio.Task[tuple[T | None, Exception | None]], timeout_s: float) -> None:
+        """Tell the breaker about a call whose caller did not wait: what counts is the tier's own time."""
+        await asyncio.wait([call], timeout=timeout_s)
+        if call.cancelled():
+            self.breaker.undecided()
+        elif call.done() and call.result()[1] is None:
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed()
 
     def _log(self, message: str, *args: object) -> None:
         """Warn at most once per `MISSES_LOGGED_S`; the metrics count every one."""

@@ -40,17 +40,20 @@ READ_YIELD_S: Final = 0.2
 class WriteSpan:
     """The span of one store's writes to one tier: linked to the store, ended with the last write.
 
+    A store that has nothing to write makes no span.
+
     Args:
-        span: The span.
-        ended: Called with the last write.
+        start: Starts the span, with the first write.
+        ended: Called with the last write, or at the store's end.
 
     Attributes:
         failed: Why a write of this store failed, or was given up.
         done: What was written, and how long that took.
     """
 
-    def __init__(self, span: Span, ended: Callable[[], None]) -> None:
-        self._span = span
+    def __init__(self, start: Callable[[], Span], ended: Callable[[], None]) -> None:
+        self._start = start
+        self._span: Span | None = None
         self._ended = ended
         self._open = 1
         self.failed: StopReason | None = None
@@ -59,17 +62,20 @@ class WriteSpan:
     def begin(self) -> None:
         """Count a write that will report to this span."""
         self._open += 1
+        self._span = self._span or self._start()
 
     def end(self, failed: StopReason | None = None) -> None:
         """Count a write that ended, or the store's own end."""
         self._open -= 1
         self.failed = failed or self.failed
-        if self._open == 0:
+        if self._open:
+            return
+        if self._span is not None:
             self._span.set_attributes({names.CHUNKS: self.done.chunks, names.BYTES: self.done.num_bytes})
             if self.failed:
                 self._span.set_attribute(names.STOPPED, self.failed)
             self._span.end()
-            self._ended()
+        self._ended()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +145,10 @@ class WriteQueue:
 
         def ended() -> None:
             self.tier.touch(path)
-            self._telemetry.written(self.tier.name, span.done)
+            if span.done.first_ns:
+                self._telemetry.written(self.tier.name, span.done)
 
-        span = WriteSpan(self._telemetry.write_span(self.tier.name, cause), ended)
+        span = WriteSpan(lambda: self._telemetry.write_span(self.tier.name, cause), ended)
         return span
 
     async def offer(self, entry: Entry, span: WriteSpan, *, timeout_s: float) -> bool:

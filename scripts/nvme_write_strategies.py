@@ -3,8 +3,8 @@
 Usage: python scripts/nvme_write_strategies.py DIRECTORY [ROUNDS]
 
 All strategies take turns within each round, in rotated order, with the same buffers on 2 MiB pages, O_DIRECT, 16 MiB
-frames, 4 in flight. Prints the median over the rounds, the range, and the median ratio to the slab in the same round.
-docs/adr/0005-recycle-chunk-files.md cites a run.
+frames, 4 threads moving bytes. Prints the median over the rounds, the range, and the median ratio to the bare system
+calls (slab write, file read) of the same round. docs/adr/0005-recycle-chunk-files.md cites a run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ FRAME = 16 << 20
 COUNT = 24
 DEPTH = 4
 MIB = 1 << 20
+SLAB = "slab, pwrite"
+READ = "file, read with preadv"
 
 
 def huge_buffer() -> memoryview:
@@ -75,6 +77,16 @@ class Strategies:
         """The same, its blocks allocated first."""
         return self._new(allocate=True)
 
+    def read(self) -> float:
+        """Read the old chunk files."""
+
+        def one(index: int) -> None:
+            handle = os.open(self._directory / f"old{index}", os.O_RDONLY | os.O_DIRECT)
+            assert os.preadv(handle, [self._buffers[index % len(self._buffers)]], 0) == FRAME
+            os.close(handle)
+
+        return self._all(one)
+
     def close(self) -> None:
         """Let go of the descriptor and the threads."""
         os.close(self._slab)
@@ -103,7 +115,7 @@ class Strategies:
 
 
 async def through_backend(backend: NvmeBackend, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -> float:
-    """Write one prompt through the backend, `DEPTH` chunks in flight."""
+    """Write one prompt through the backend, as many chunks in flight as it asks for."""
     queue = list(enumerate(keys))
 
     async def worker() -> None:
@@ -114,13 +126,13 @@ async def through_backend(backend: NvmeBackend, keys: Sequence[ChunkKey], buffer
     backend.touch(keys)
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for _ in range(DEPTH):
+        for _ in range(backend.capabilities.max_writes):
             group.create_task(worker())
     return time.perf_counter() - start
 
 
 async def read_back(backend: NvmeBackend, keys: Sequence[ChunkKey], buffers: Sequence[memoryview]) -> float:
-    """Read one prompt through the backend, `DEPTH` chunks in flight."""
+    """Read one prompt through the backend, as many chunks in flight as it asks for."""
     queue = list(keys)
 
     async def worker(into: memoryview) -> None:
@@ -129,7 +141,7 @@ async def read_back(backend: NvmeBackend, keys: Sequence[ChunkKey], buffers: Seq
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for into in buffers[:DEPTH]:
+        for into in buffers[: backend.capabilities.max_reads]:
             group.create_task(worker(into))
     return time.perf_counter() - start
 
@@ -163,7 +175,8 @@ async def measure(directory: Path, rounds: int) -> dict[str, list[float]]:
         return await asyncio.to_thread(step)
 
     steps = {
-        "slab, pwrite": lambda _turn: of(plain.slab),
+        SLAB: lambda _turn: of(plain.slab),
+        READ: lambda _turn: of(plain.read),
         "recycled file": lambda _turn: of(plain.recycled),
         "new file": lambda _turn: of(plain.new),
         "new file, allocated first": lambda _turn: of(plain.new_allocated),
@@ -188,11 +201,11 @@ def main() -> None:
         seconds = asyncio.run(measure(directory, rounds))
     finally:
         shutil.rmtree(directory)
-    slab = seconds["slab, pwrite"]
     for name, values in seconds.items():
         rates = sorted(COUNT * FRAME / MIB / value for value in values)
-        ratio = statistics.median(base / value for base, value in zip(slab, values, strict=True))
-        print(f"{name:26s} {statistics.median(rates):6.0f} MiB/s ({rates[0]:.0f}..{rates[-1]:.0f}), {ratio:.2f} x slab")
+        bare = seconds[READ if "read" in name else SLAB]
+        ratio = statistics.median(base / value for base, value in zip(bare, values, strict=True))
+        print(f"{name:26s} {statistics.median(rates):6.0f} MiB/s ({rates[0]:.0f}..{rates[-1]:.0f}), {ratio:.2f} x bare")
 
 
 if __name__ == "__main__":

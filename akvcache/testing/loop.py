@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
+from asyncio.events import _set_running_loop
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from typing_extensions import override
 
-__all__ = ("JumpingLoop",)
+__all__ = ("JumpingLoop", "threads_settle")
 
 GRACE_S: Final = 0.02
 """Real time that threads unknown to `JumpingLoop.settle` get to report before the loop jumps to its next timer."""
+THREADS_S: Final = 30.0
+"""Longest a copy thread may be busy."""
+
+
+def threads_settle(executor: ThreadPoolExecutor, num_threads: int) -> None:
+    """Wait until an executor of `num_threads` threads has done all that was given to it: for `JumpingLoop.jump`."""
+    together = threading.Barrier(num_threads + 1, timeout=THREADS_S)
+    for _ in range(num_threads):
+        executor.submit(together.wait)
+    together.wait()
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -28,7 +41,12 @@ class _JumpingSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.settle is None or timeout is None or timeout <= 0:
             return super().select(timeout)
-        self.settle()
+        loop = asyncio.get_running_loop()
+        _set_running_loop(None)  # where an event loop waits, nothing is blocked: tools that watch it must not object
+        try:
+            self.settle()
+        finally:
+            _set_running_loop(loop)
         events = super().select(min(timeout, GRACE_S))
         if not events and timeout > GRACE_S:
             self.jumped_s += timeout - GRACE_S

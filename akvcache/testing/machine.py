@@ -2,17 +2,13 @@
 
 ::
 
-    from hypothesis import settings
-    from hypothesis.stateful import run_state_machine_as_test
-    from akvcache.testing import EngineMachine
-
     class MyMachine(EngineMachine):
         def make_backend(self, tier, capacity_bytes): ...   # the same storage each time it is asked for a tier
         def wipe_storage(self, tier): ...
         def stored_bytes(self, tier): ...
 
     def test_engine():
-        run_state_machine_as_test(MyMachine, settings=settings(max_examples=50))
+        run_state_machine_as_test(MyMachine, settings=settings(max_examples=50))  # from hypothesis.stateful
 
 Everything visible must be right after every step, not only at the end. Timers cost no time (`JumpingLoop`), and each
 step waits for the copy threads, so that a failing run can be repeated.
@@ -22,31 +18,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from typing_extensions import override
 
 from akvcache.backend import Backend
-from akvcache.config import EngineConfig
 from akvcache.frame import frame_bytes
 from akvcache.host import HostLease
 from akvcache.keys import CacheNamespace
-from akvcache.results import LookupResult, PrefetchResult, StopReason, StoreResult
+from akvcache.results import LookupResult, PrefetchResult, StoreResult
 from akvcache.testing.clock import VirtualClock
 from akvcache.testing.device import CopyFault
 from akvcache.testing.faulty import Fault, FaultKind, FaultyBackend, Op
 from akvcache.testing.inspection import Inspected, open_inspected
-from akvcache.testing.loop import JumpingLoop
+from akvcache.testing.loop import JumpingLoop, threads_settle
 from akvcache.testing.memory import MemoryBackend, MemoryStore
-from akvcache.testing.model import CHUNK, FAULTS, MAX_CHUNKS, PROMPTS, WAVE_CHUNKS, Chunk, EngineModel, ErrorLog, Prompt
+from akvcache.testing.model import (
+    CHUNK,
+    FAULTS,
+    MAX_CHUNKS,
+    PROMPTS,
+    Chunk,
+    EngineModel,
+    ErrorLog,
+    IdleRegions,
+    InFlight,
+    Prompt,
+    small_config,
+    store_while_frozen,
+)
 from akvcache.testing.regions import RegionKV
 from akvcache.testing.stalling import StallingDevice
 
@@ -58,16 +63,6 @@ LIMIT_S: Final = 300.0
 COPY_THREADS: Final = 2
 _HEADS: Final = st.sampled_from((0, 0, 0, 1, 3))
 _WHICH: Final = st.integers(0, MAX_OPS - 1)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Op:
-    """A call in flight."""
-
-    task: asyncio.Task[object]
-    check: Callable[[], None]
-    region: int | None
-    cancelled: bool = False
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -89,12 +84,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = VirtualClock()
         self.stores = [MemoryStore() for _ in self.TIER_FRAMES]
         self.leases: list[HostLease] = []
-        self.ops: list[_Op] = []
-        self.idle: dict[int, np.ndarray] = {}
+        self.ops: list[InFlight] = []
+        self.idle = IdleRegions(self.kv)
         self.serial = 10
         self.calm = True
-        for region in range(self.kv.num_regions):
-            self._lay_idle(region)
         self._open()
 
     @initialize(calm=st.sampled_from((True, False, False)))
@@ -120,7 +113,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, head=_HEADS)
     def start_store(self, prompt: Prompt, head: int) -> None:
         """Begin a store; its source is overwritten as soon as it has ended."""
-        chunks, head, region = self._chunks(prompt), min(head, len(prompt.path)), self._take_region()
+        chunks, head, region = self._chunks(prompt), min(head, len(prompt.path)), self.idle.take()
         self.kv.write(region, self.model.rows(chunks))
         self.model.offer(chunks[head:])
         slots, mask = self.kv.slots(region), prompt.mask(head)
@@ -131,7 +124,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, head=_HEADS)
     def start_retrieve(self, prompt: Prompt, head: int) -> None:
         """Begin a retrieve into a region of noise."""
-        chunks, head, region = self._chunks(prompt), min(head, len(prompt.path)), self._take_region()
+        chunks, head, region = self._chunks(prompt), min(head, len(prompt.path)), self.idle.take()
         slots, mask = self.kv.slots(region), prompt.mask(head)
         call = self.engine.retrieve(prompt.tokens, slots, scope=prompt.scope, mask=mask)
         self._start(call, self.model.loaded_check(prompt, chunks, region, head), region)
@@ -225,12 +218,12 @@ class EngineMachine(RuleBasedStateMachine):
         if found.lease is not None:
             self.leases.append(found.lease)
             self.press(MAX_CHUNKS)
-            region = self._take_region()
+            region = self.idle.take()
             check = self.model.loaded_check(prompt, chunks, region, 0)
             call = self.engine.retrieve(prompt.tokens, self.kv.slots(region), scope=prompt.scope, lease=found.lease)
             loaded = self._do(call)
             check(loaded)
-            self._lay_idle(region)
+            self.idle.lay(region)
             assert loaded.loaded_tokens >= found.lease.tokens, (found, loaded)
 
     # -- everything else that happens to an engine -----------------------------------------------------------------
@@ -260,7 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._do(self.engine.set_weights_version(version))
             self.model.version = version
         elif what == "freeze":
-            self._do(self._frozen_store())
+            self._do(store_while_frozen(self.engine, self.kv.slots(0)))
         elif what == "rest":
             self._rest()
         else:
@@ -308,8 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def no_call_touches_memory_after_its_end(self) -> None:
         """Memory of no call in flight is as its last user left it."""
-        for region, rows in self.idle.items():
-            assert np.array_equal(self.kv.read(region), rows), f"region {region} was written after the call had ended"
+        assert not self.idle.touched(), f"regions {self.idle.touched()} were written after their calls had ended"
 
     @invariant()
     def counts_are_sound(self) -> None:
@@ -341,18 +333,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.device = StallingDevice(self.kv.connector)
         backends = [self.make_backend(i, frames * self.frame_bytes) for i, frames in enumerate(self.TIER_FRAMES)]
         self.backends = [FaultyBackend(backend, seed=i) for i, backend in enumerate(backends)]
-        config = EngineConfig(
-            chunk_tokens=CHUNK,
-            host_bytes=self.NUM_SLOTS * self.frame_bytes,
-            wave_bytes=WAVE_CHUNKS * self.frame_bytes,
-            window_bytes=2 * WAVE_CHUNKS * self.frame_bytes,
-            copy_threads=COPY_THREADS,
-            prefault=False,
-            strict=True,
-        )
         self.stack = AsyncExitStack()
         opening = open_inspected(
-            config,
+            small_config(self.frame_bytes, self.NUM_SLOTS, COPY_THREADS),
             connector=self.device,
             tiers=self.backends,
             namespace=CacheNamespace(model="machine", weights_version=self.model.version),
@@ -360,7 +343,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.inspected: Inspected[torch.Tensor] = self._do(self.stack.enter_async_context(opening))
         self.engine = self.inspected.engine
-        self.loop.jump(self._threads_settle)
+        self.loop.jump(lambda: threads_settle(self.inspected.context.executor, COPY_THREADS))
 
     def _close(self) -> None:
         self.loop.stay()
@@ -387,19 +370,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.leases.clear()
         self._open()
 
-    async def _frozen_store(self) -> None:
-        self.engine.freeze(True)  # noqa: FBT003
-        kept = await self.engine.store([1] * CHUNK, self.kv.slots(0))
-        assert (kept.stopped, kept.new_tokens) == (StopReason.FROZEN, 0), kept
-        self.engine.freeze(False)  # noqa: FBT003
-
-    def _threads_settle(self) -> None:
-        """Wait until no copy thread is about to report to the loop."""
-        together = threading.Barrier(COPY_THREADS + 1)
-        for _ in range(COPY_THREADS):
-            self.inspected.context.executor.submit(together.wait)
-        together.wait()
-
     def _do(self, call: Coroutine[object, object, R]) -> R:
         """Run a call to its end."""
         self.device.run()
@@ -407,10 +377,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _start(self, call: Coroutine[object, object, R], check: Callable[[R], None], region: int | None) -> None:
         task = self.loop.create_task(call)
-        self.ops.append(_Op(task=task, check=lambda: check(task.result()), region=region))
+        self.ops.append(InFlight(task=task, check=lambda: check(task.result()), region=region))
         self.loop.step()  # it has begun before anything else happens
 
-    def _finish(self, op: _Op) -> None:
+    def _finish(self, op: InFlight) -> None:
         self._do(asyncio.wait([op.task], timeout=LIMIT_S))
         assert op.task.done(), f"{op.task} hangs"
         self.ops.remove(op)
@@ -419,17 +389,7 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             op.check()
         if op.region is not None:
-            self._lay_idle(op.region)
-
-    def _take_region(self) -> int:
-        return self.idle.popitem()[0]
-
-    def _lay_idle(self, region: int) -> None:
-        """Fill a region with noise that must stay."""
-        self.serial += 1
-        rng = np.random.default_rng(self.serial)
-        self.kv.write(region, rng.integers(0, 256, (self.kv.region_tokens, self.kv.token_bytes), dtype=np.uint8))
-        self.idle[region] = self.kv.read(region)
+            self.idle.lay(op.region)
 
     def _chunks(self, prompt: Prompt) -> list[Chunk]:
         return self.model.chunks_of(prompt, self.inspected.context.schema)

@@ -6,9 +6,11 @@ from before a `clear` are both recognised.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -16,13 +18,29 @@ import torch
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from akvcache.config import EngineConfig
+from akvcache.engine import CacheEngine
 from akvcache.keys import ChunkKey, KeySchema, RequestScope
 from akvcache.results import RetrieveResult, StopReason, StoreResult
 from akvcache.testing.faulty import FaultKind, Op
 from akvcache.testing.regions import RegionKV, make_rows
 from akvcache.tokens import canonical_tokens
 
-__all__ = ("CHUNK", "FAULTS", "MAX_CHUNKS", "PROMPTS", "WAVE_CHUNKS", "Chunk", "EngineModel", "ErrorLog", "Prompt")
+__all__ = (
+    "CHUNK",
+    "FAULTS",
+    "MAX_CHUNKS",
+    "PROMPTS",
+    "WAVE_CHUNKS",
+    "Chunk",
+    "EngineModel",
+    "ErrorLog",
+    "IdleRegions",
+    "InFlight",
+    "Prompt",
+    "small_config",
+    "store_while_frozen",
+)
 
 CHUNK: Final = 8
 MAX_CHUNKS: Final = 6
@@ -30,8 +48,8 @@ WAVE_CHUNKS: Final = 2
 
 FAULTS: Final = st.one_of(
     st.tuples(
-        st.sampled_from((Op.CONTAINS, Op.READ, Op.WRITE, Op.DELETE, Op.SCAN, Op.ATTACH)),
-        st.sampled_from((FaultKind.FAIL, FaultKind.FAIL_AFTER, FaultKind.HANG, FaultKind.SLOW)),
+        st.sampled_from((Op.CONTAINS, Op.READ, Op.READ, Op.WRITE, Op.WRITE, Op.DELETE, Op.SCAN, Op.ATTACH)),
+        st.sampled_from((FaultKind.FAIL, FaultKind.FAIL_AFTER, FaultKind.HANG, FaultKind.HANG, FaultKind.SLOW)),
     ),
     st.tuples(
         st.sampled_from((Op.READ, Op.WRITE)),
@@ -41,6 +59,19 @@ FAULTS: Final = st.one_of(
 """An operation of a tier and what goes wrong with it."""
 
 _rows = functools.cache(make_rows)
+
+
+def small_config(frame_bytes: int, num_slots: int, copy_threads: int) -> EngineConfig:
+    """Return a strict configuration: a pool of `num_slots` frames, waves of `WAVE_CHUNKS`, windows of two waves."""
+    return EngineConfig(
+        chunk_tokens=CHUNK,
+        host_bytes=num_slots * frame_bytes,
+        wave_bytes=WAVE_CHUNKS * frame_bytes,
+        window_bytes=2 * WAVE_CHUNKS * frame_bytes,
+        copy_threads=copy_threads,
+        prefault=False,
+        strict=True,
+    )
 
 
 class Prompt(NamedTuple):
@@ -86,6 +117,53 @@ class Chunk(NamedTuple):
     def rows(self, generation: int, token_bytes: int) -> np.ndarray:
         """Return its bytes in one generation, that is: after so many clears."""
         return _rows(f"{self}/{generation}", CHUNK, token_bytes)
+
+
+async def store_while_frozen(engine: CacheEngine[torch.Tensor], slots: torch.Tensor) -> None:
+    """Freeze, store one chunk, which must say so and copy nothing, and go on."""
+    engine.freeze(True)  # noqa: FBT003
+    kept = await engine.store([1] * CHUNK, slots)
+    assert (kept.stopped, kept.new_tokens) == (StopReason.FROZEN, 0), kept
+    engine.freeze(False)  # noqa: FBT003
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A call that has begun."""
+
+    task: asyncio.Task[object]
+    check: Callable[[], None]
+    region: int | None
+    cancelled: bool = False
+
+
+class IdleRegions:
+    """Regions of a cache that no call uses, filled with noise that must stay as it is."""
+
+    def __init__(self, kv: RegionKV) -> None:
+        self._kv = kv
+        self._noise: dict[int, np.ndarray] = {}
+        self._serial = 0
+        for region in range(kv.num_regions):
+            self.lay(region)
+
+    def __len__(self) -> int:
+        return len(self._noise)
+
+    def lay(self, region: int) -> None:
+        """Take a region back and fill it anew."""
+        self._serial += 1
+        shape = (self._kv.region_tokens, self._kv.token_bytes)
+        self._noise[region] = np.random.default_rng(self._serial).integers(0, 256, shape, dtype=np.uint8)
+        self._kv.write(region, self._noise[region])
+
+    def take(self) -> int:
+        """Give a region to a call."""
+        return self._noise.popitem()[0]
+
+    def touched(self) -> list[int]:
+        """Return the regions that somebody has written since."""
+        return [region for region, noise in self._noise.items() if not np.array_equal(self._kv.read(region), noise)]
 
 
 class EngineModel:

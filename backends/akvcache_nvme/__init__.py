@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .backend import NvmeBackend, NvmeStatistics
+from .backend import NvmeBackend
 from .options import DirectMode
+from .stats import NvmeStatistics
 
 __all__ = ("DirectMode", "NvmeBackend", "NvmeStatistics")

@@ -1,9 +1,9 @@
 """The local NVMe tier: one file per chunk, moved with O_DIRECT between the device and the host slot.
 
-Owned by one engine and touched from its loop only. Three kinds of threads serve it: chunk bytes move through aiofiles
-on ``threads`` of them, straight from and to the memoryview given; the steps around a transfer (`directory.py`) run on
-`STEP_THREADS` others, so that the device stays busy while the next chunk finds its file; lookups have one of their
-own, so that they never queue behind either.
+Owned by one engine and touched from its loop only. Chunk bytes move through aiofiles on ``threads`` threads, straight
+from and to the memoryview given. The steps around a transfer run on others, so that the device stays busy while the
+next chunk finds its file: those that change the directory (`directory.py`) and may wait for its lock on two, those that
+only look (`queries.py`) on two more, so that neither reads nor lookups ever wait for a lock.
 
 Nothing is synced: the frame's checksum, verified by the engine, decides what survived a power cut. What a killed
 process leaves is complete, because a chunk appears by a rename after its last byte was written.
@@ -15,13 +15,12 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from akvcache.backend import BackendContext, Capabilities, StoredChunk, map_errors
 from akvcache.errors import BackendUnavailable, CommitFailed, ConfigurationError, UsageError
@@ -31,58 +30,33 @@ from akvcache.supervision import run_blocking, shielded
 from . import queries
 from .chunkio import ChunkIO
 from .directory import HEADROOM_BYTES, CacheDirectory, Found, Reservation
-from .files import ABSENT, allocated
+from .files import ABSENT, FULL, allocated
 from .index import ChunkIndex
 from .manifest import difference, other_manifests
 from .names import place_of
 from .options import DirectMode, NvmeOptions
 from .recovery import temp_charge
 from .room import BATCH, RoomKeeper
+from .stats import NvmeStatistics
 
-__all__ = ("NvmeBackend", "NvmeStatistics")
+__all__ = ("NvmeBackend",)
 
+T = TypeVar("T")
 _log = logging.getLogger("akvcache.nvme")
 
 _NAME: Final = "nvme"
 
 STEP_THREADS: Final = 2
-"""Chunks whose file is being found, made or committed while others move."""
+"""Threads for the steps around transfers, and chunks in flight beyond those that move."""
 
 _FIXED_BYTES: Final = 24576
 """What an empty cache of one namespace counts: usage, manifest and four directories, a block each."""
-
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _State(Enum):
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmeStatistics:
-    """What one backend sees and did.
-
-    Attributes:
-        entries: Chunks it knows of.
-        used_bytes: Allocated below the root by all processes, as of its last write or eviction.
-        spare_bytes: The part of it in files that wait to be written again.
-        capacity_bytes: The cap.
-        direct: Whether it bypasses the page cache.
-        evictions: Chunks it evicted.
-        recycled: Chunks it wrote into the blocks of an older file.
-        leftovers_reclaimed: Unfinished files it took over from dead processes.
-    """
-
-    entries: int
-    used_bytes: int
-    spare_bytes: int
-    capacity_bytes: int
-    direct: bool
-    evictions: int
-    recycled: int
-    leftovers_reclaimed: int
 
 
 class NvmeBackend:
@@ -128,9 +102,10 @@ class NvmeBackend:
         )
         self._io = ThreadPoolExecutor(threads, thread_name_prefix="akv-nvme-io")
         self._steps = ThreadPoolExecutor(STEP_THREADS, thread_name_prefix="akv-nvme-step")
-        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="akv-nvme-lookup")
+        self._lookups = ThreadPoolExecutor(STEP_THREADS, thread_name_prefix="akv-nvme-lookup")
         self._chunks = ChunkIO(self._io)
         self._room = RoomKeeper(self._files, self._index, self._steps, capacity_bytes)
+        self._was_full = False
         self._running = 0
         self._idle = asyncio.Event()
 
@@ -295,7 +270,9 @@ class NvmeBackend:
             _log.warning("%s refuses O_DIRECT (errno %s: %s); using the page cache", self._root, refusal.errno, refusal)
 
     async def _attach(self, namespace_id: NamespaceId, manifest: Mapping[str, object]) -> None:
-        conflict = await run_blocking(self._steps, self._files.attach, namespace_id, manifest)
+        conflict = await self._despite_full_device(
+            lambda: run_blocking(self._steps, self._files.attach, namespace_id, manifest), None
+        )
         if conflict is not None:
             _log.warning("manifest of namespace %s in %s is left alone: %s", namespace_id.hex(), self._root, conflict)
         for position, key in enumerate(self._index.attach(namespace_id)):
@@ -331,7 +308,7 @@ class NvmeBackend:
 
     async def _read(self, key: ChunkKey, into: memoryview) -> int | None:
         try:
-            chunk = await run_blocking(self._steps, queries.open_chunk, self._root, key, self._files.open_flags)
+            chunk = await run_blocking(self._lookups, queries.open_chunk, self._root, key, self._files.open_flags)
         except OSError as error:
             if error.errno not in ABSENT:
                 raise
@@ -343,7 +320,7 @@ class NvmeBackend:
         try:
             done = await self._chunks.read(chunk.file, into[:size])
         finally:
-            is_same = await run_blocking(self._steps, queries.close_chunk, self._root, key, chunk)
+            is_same = await run_blocking(self._lookups, queries.close_chunk, self._root, key, chunk)
         if not is_same:
             await self._missed(key)  # evicted, and perhaps overwritten while it was read
             return None
@@ -352,14 +329,20 @@ class NvmeBackend:
         return size if done == min(size, len(into)) else done
 
     async def _write(self, key: ChunkKey, frame: memoryview) -> None:
+        await self._despite_full_device(lambda: self._write_once(key, frame), key)
+
+    async def _despite_full_device(self, step: Callable[[], Coroutine[object, object, T]], key: ChunkKey | None) -> T:
+        """Run `step`; if the device is full before the cap is reached, give some of it back and run it once more."""
         try:
-            await self._write_once(key, frame)
+            return await step()
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
-            _log.warning("%s is full before its capacity is reached: %s", self._root, error)
-            await self._room.give_way(key)
-            await self._write_once(key, frame)
+            if not self._was_full:
+                self._was_full = True
+                _log.warning("%s is full before its capacity is reached: %s", self._root, error)
+        await self._room.give_way(key)
+        return await step()
 
     async def _write_once(self, key: ChunkKey, frame: memoryview) -> None:
         room = await self._room.reserve(key, len(frame))

@@ -38,7 +38,7 @@ from .manifest import conflict, encode_manifest, read_manifest, write_manifest
 from .names import LOCK, MANIFEST, SPARE, TMP, place_of
 from .owners import Owner
 from .queries import status_of
-from .recovery import DIRECTORY_BYTES, Census, take_census, temp_charge
+from .recovery import DIRECTORY_BYTES, Census, sacrifice, take_census, temp_charge
 
 __all__ = ("HEADROOM_BYTES", "CacheDirectory", "Found", "Reservation")
 
@@ -87,13 +87,12 @@ class CacheDirectory:
         self.root = root
         self.owner = Owner(root)
         self.ledger = UsageLedger(root, self._enter)
+        self.num_recycled = self.open_flags = 0
         self._limit_bytes = capacity_bytes - HEADROOM_BYTES
         self._spare_limit_bytes = spare_limit_bytes
         self._attached: set[str] = set()
         self._emptied: set[tuple[str, str]] = set()  # directories that may have lost their last chunk
         self._names = map("{:x}".format, itertools.count())
-        self.num_recycled = 0
-        self.open_flags = 0
 
     @property
     def excess_bytes(self) -> int:
@@ -106,9 +105,9 @@ class CacheDirectory:
             try:
                 return self._enter()
             except OSError as error:
-                if error.errno not in FULL or not self._sacrifice():
+                if error.errno not in files.FULL or not sacrifice(self.root):
                     raise
-                return self._enter()
+            return self._enter()
 
     def probe_direct(self) -> OSError | None:
         """Try O_DIRECT in the owner's directory; return the error if the file system refuses it."""
@@ -121,8 +120,13 @@ class CacheDirectory:
     def close(self) -> None:
         """Remove the owner's directory and let go. Idempotent."""
         if self.owner.is_held and self.root.is_dir():
-            with suppress(OSError), self.ledger.locked():
-                self._remove_own_directory()
+            with suppress(OSError), self.ledger.locked(), files.directory(self.root, TMP) as parent:
+                with files.directory(self.root, TMP, self.owner.name) as own:
+                    for name, status in files.list_directory(parent, self.owner.name):
+                        os.unlink(name, dir_fd=own)
+                        self.ledger.shrink(files.allocated(status) if name == LOCK else temp_charge(status.st_size))
+                os.rmdir(self.owner.name, dir_fd=parent)
+                self.ledger.shrink(DIRECTORY_BYTES)
         self.ledger.close()
         self.owner.let_go()
 
@@ -248,19 +252,6 @@ class CacheDirectory:
         self._fits(0)
         return census
 
-    def _sacrifice(self) -> bool:
-        """Remove some chunk from a device too full to make a directory on; the census after it counts again."""
-        with files.directory(self.root) as parent:
-            namespaces = [found for name in os.listdir(self.root) if (found := namespace_in(name))]
-        for namespace_id in namespaces:
-            for fan_out in queries.fan_outs(self.root, namespace_id):
-                for chunk in queries.chunks_in(self.root, namespace_id, fan_out):
-                    place = place_of(chunk.key)
-                    with files.directory(self.root, place.namespace, place.fan_out) as parent:
-                        os.unlink(place.name, dir_fd=parent)
-                    return True
-        return False
-
     def _retry_entered(self, step: Callable[[], T]) -> T:
         """Run `step`; if a directory is missing, make them all and run it once more."""
         try:
@@ -273,27 +264,21 @@ class CacheDirectory:
         with files.directory(self.root, TMP, self.owner.name):
             pass
 
-    def _remove_own_directory(self) -> None:
-        with files.directory(self.root, TMP) as parent, files.directory(self.root, TMP, self.owner.name) as own:
-            for name, status in files.list_directory(parent, self.owner.name):
-                os.unlink(name, dir_fd=own)
-                self.ledger.shrink(files.allocated(status) if name == LOCK else temp_charge(status.st_size))
-            os.rmdir(self.owner.name, dir_fd=parent)
-            self.ledger.shrink(DIRECTORY_BYTES)
-
     def _announce(self, namespace: str, text: bytes) -> str | None:
         with self._made(namespace) as parent:
             found = read_manifest(parent)
             if found is not None:
                 return conflict(found, text)
+            charge, name = temp_charge(len(text)), next(self._names)
             with files.directory(self.root, TMP, self.owner.name) as own:
-                name = next(self._names)
-                self.ledger.grow(temp_charge(len(text)))
-                written = write_manifest(name, own, text)
-                old = files.stat_or_none(MANIFEST, parent)
-                os.rename(name, MANIFEST, src_dir_fd=own, dst_dir_fd=parent)
-                replaced = files.allocated(old) if old is not None else 0
-                self.ledger.shrink(temp_charge(len(text)) - written + replaced)
+                self.ledger.grow(charge)
+                try:
+                    charge -= write_manifest(name, own, text)
+                    old = files.stat_or_none(MANIFEST, parent)
+                    os.rename(name, MANIFEST, src_dir_fd=own, dst_dir_fd=parent)
+                    charge += files.allocated(old) if old is not None else 0
+                finally:
+                    self.ledger.shrink(charge)
         return None
 
     @contextmanager

@@ -21,6 +21,7 @@ from akvcache.layout import PAGE_BYTES
 
 __all__ = (
     "ABSENT",
+    "FULL",
     "allocated",
     "directory",
     "first_file",
@@ -35,6 +36,8 @@ __all__ = (
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """What opening or examining a chunk's path gives when no regular file is there."""
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 _STEP: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BLOCK: Final = 512
@@ -139,7 +142,7 @@ def probe_direct(parent: int) -> OSError | None:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return error
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full device still reads
+        if error.errno not in FULL:  # a full device still reads
             raise
     finally:
         page.close()

@@ -74,6 +74,7 @@ class UsageLedger:
             try:
                 self._valid = self._load()
                 if not self._valid:
+                    os.pwrite(self._fd, bytes(_RECORD.size), 0)  # its block is there when the census counts
                     self._rebuild()
                 yield
             finally:

@@ -65,11 +65,14 @@ def read_manifest(parent: int) -> dict[str, object] | None:
 
 
 def write_manifest(name: str, parent: int, text: bytes) -> int:
-    """Write a new manifest file; return its allocated bytes."""
+    """Write a new manifest file and return its allocated bytes; leave nothing behind if that fails."""
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=parent)
     try:
         os.write(handle, text)
         return allocated(os.fstat(handle))
+    except OSError:
+        os.unlink(name, dir_fd=parent)
+        raise
     finally:
         os.close(handle)
 

@@ -19,10 +19,11 @@ from typing import Final
 
 from akvcache.keys import ChunkKey, NamespaceId
 
-from .files import allocated
-from .names import LOCK, MANIFEST, SPARE, TMP, USAGE, ChunkPlace, key_of, namespace_in
+from .files import allocated, directory
+from .names import LOCK, MANIFEST, SPARE, TMP, USAGE, ChunkPlace, key_of, namespace_in, place_of
+from .queries import chunks_in, fan_outs
 
-__all__ = ("DIRECTORY_BYTES", "SLACK_BYTES", "Census", "temp_charge", "take_census")
+__all__ = ("DIRECTORY_BYTES", "SLACK_BYTES", "Census", "sacrifice", "take_census", "temp_charge")
 
 DIRECTORY_BYTES: Final = 4096
 """What a directory counts: one block. One that holds many names takes more, about 100 bytes a name."""
@@ -88,6 +89,18 @@ def take_census(root: Path, *, live: Collection[str], keep: Collection[str], sol
             elif sole and entry.name not in keep:
                 _remove_namespace(census, entry)
     return census
+
+
+def sacrifice(root: Path) -> bool:
+    """Remove some chunk from a device too full to make a directory on; return whether there was one."""
+    for namespace_id in filter(None, (namespace_in(path.name) for path in root.iterdir())):
+        for fan_out in fan_outs(root, namespace_id):
+            for chunk in chunks_in(root, namespace_id, fan_out):
+                place = place_of(chunk.key)
+                with directory(root, place.namespace, place.fan_out) as parent:
+                    os.unlink(place.name, dir_fd=parent)
+                return True
+    return False
 
 
 def _count_namespace(census: Census, namespace: os.DirEntry[str]) -> dict[ChunkKey, int]:

@@ -123,7 +123,7 @@ class RoomKeeper:
         """Note that a reservation was committed or abandoned."""
         self._reserved_bytes -= reservation.charge
 
-    async def give_way(self, key: ChunkKey) -> None:
+    async def give_way(self, key: ChunkKey | None) -> None:
         """Give blocks back to a device that is full before the cap is reached."""
         await run_blocking(self._executor, self._files.drop_spares)
         victim = self._index.claim(self.is_protected, key)

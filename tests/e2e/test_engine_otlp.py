@@ -34,7 +34,7 @@ class Collector:
         bodies = self.bodies
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:  # noqa: N802 - the base class's name
+            def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 bodies.append(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
                 self.send_response(200)

@@ -8,11 +8,11 @@ import random
 import pytest
 import torch
 
-from akvcache import StopReason
-from akvcache.frame import frame_bytes
-from akvcache.testing import Fault, FaultKind, FaultyBackend, MemoryBackend, MemoryStore, Op
+from akvcache import CacheEngine, StopReason
+from akvcache.frame import HEADER_BYTES, frame_bytes
+from akvcache.testing import Fault, FaultKind, FaultyBackend, MemoryBackend, MemoryStore, Op, VirtualClock
 from tests.doubles import GatedConnector, WatchedConnector
-from tests.support import CHUNK, PagedKV, depths, head_mask, open_engine
+from tests.support import CHUNK, MODEL, PagedKV, config_for, depths, head_mask, open_engine
 
 T = CHUNK
 
@@ -169,9 +169,9 @@ class TestLoads:
     async def test_the_deadline_ends_a_retrieve_between_copies(self) -> None:
         """What is in host memory already counts against the deadline as well."""
         kv = PagedKV(16 * T)
-        slot = frame_bytes(kv.connector.layout.payload_bytes(T))
+        chunk = frame_bytes(kv.connector.layout.payload_bytes(T)) - HEADER_BYTES
         kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
-        async with open_engine(kv, 32, wave_bytes=2 * slot) as engine:
+        async with open_engine(kv, 32, wave_bytes=2 * chunk, copy_threads=1) as engine:
             await engine.store(kv.tokens, kv.slots)
             gated.hold()
             task = asyncio.create_task(engine.retrieve(kv.tokens, kv.slots, deadline_s=0.05))
@@ -188,9 +188,9 @@ class TestLoads:
     @pytest.mark.asyncio
     async def test_the_deadline_ends_a_store_between_copies(self) -> None:
         kv = PagedKV(16 * T)
-        slot = frame_bytes(kv.connector.layout.payload_bytes(T))
+        chunk = frame_bytes(kv.connector.layout.payload_bytes(T)) - HEADER_BYTES
         kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
-        async with open_engine(kv, 32, wave_bytes=2 * slot) as engine:
+        async with open_engine(kv, 32, wave_bytes=2 * chunk, copy_threads=1) as engine:
             gated.hold()
             task = asyncio.create_task(engine.store(kv.tokens, kv.slots, deadline_s=0.05))
             await gated.reached()
@@ -234,6 +234,48 @@ class TestLoads:
                 await engine.retrieve(kv.tokens, kv.slots, deadline_s=deadline_s)
             assert engine.health().tiers["memory"].breaker == "closed"
             assert (await engine.retrieve(kv.tokens, kv.slots)).loaded_tokens == 4 * T
+
+    @pytest.mark.asyncio
+    async def test_callers_in_a_hurry_do_take_a_dead_tier_out_of_use(self) -> None:
+        """OS-04: what nobody waits for counts against the tier's own time."""
+        kv = PagedKV(4 * T)
+        backend = FaultyBackend(MemoryBackend())
+        async with open_engine(kv, 8, [backend], breaker_failures=3, lookup_deadline_s=0.1) as engine:
+            backend.hold("contains")
+            for _ in range(12):
+                if engine.health().tiers["memory"].breaker == "open":
+                    break
+                await engine.retrieve(kv.tokens, kv.slots, deadline_s=0.02)
+            assert engine.health().tiers["memory"].breaker == "open"
+            calls = backend.calls[Op.CONTAINS]
+            await engine.retrieve(kv.tokens, kv.slots, deadline_s=0.02)
+            assert backend.calls[Op.CONTAINS] == calls, "now it costs nothing"
+            backend.release()
+
+    @pytest.mark.asyncio
+    async def test_a_probe_by_a_caller_in_a_hurry_heals_the_tier(self) -> None:
+        kv = PagedKV(4 * T)
+        clock = VirtualClock()
+        backend = FaultyBackend(MemoryBackend(), plan=[Fault(op=Op.CONTAINS, kind=FaultKind.FAIL, calls=[0])])
+        async with CacheEngine.open(
+            config_for(kv, 8, breaker_failures=1, breaker_reset_s=5),
+            connector=kv.connector,
+            namespace=MODEL,
+            tiers=[backend],
+            clock=clock,
+        ) as engine:
+            await engine.lookup(kv.tokens)
+            assert engine.health().tiers["memory"].breaker == "open"
+            clock.advance(5)
+            backend.hold("contains")
+            await engine.retrieve(kv.tokens, kv.slots, deadline_s=0.01)
+            assert engine.health().tiers["memory"].breaker == "half_open"
+            await engine.lookup(kv.tokens)
+            assert backend.calls[Op.CONTAINS] == 2, "one probe at a time"
+            backend.release()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert engine.health().tiers["memory"].breaker == "closed"
 
 
 class TestOrder:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from akvcache import CacheEngine, RequestScope, StopReason, UsageError
-from akvcache.keys import depth_of
+from akvcache.errors import InvariantError
+from akvcache.keys import ChunkKey, depth_of
 from akvcache.testing import FaultyBackend, MemoryBackend, MemoryStore
 from tests.doubles import WatchedConnector
 from tests.support import CHUNK, PagedKV, depths, head_mask, open_engine
@@ -352,6 +353,21 @@ class TestGates:
                 await engine.store(kv.tokens, kv.slots[:5])
             with pytest.raises(UsageError):
                 await engine.prefetch(kv.tokens, deadline_s=-1)
+
+
+@pytest.mark.asyncio
+async def test_strict_raises_our_own_bugs_and_otherwise_they_make_an_empty_cache() -> None:
+    class Lying(MemoryBackend):
+        async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+            return 5  # type: ignore[return-value]
+
+    kv = PagedKV(4 * T)
+    async with open_engine(kv, 8, [Lying()], strict=True) as engine:
+        with pytest.raises(InvariantError, match="unexpected TypeError"):
+            await engine.lookup(kv.tokens)
+    async with open_engine(kv, 8, [Lying()], strict=False) as engine:
+        assert (await engine.lookup(kv.tokens)).stopped is StopReason.UNHEALTHY
+        assert_empty(await answers(engine, kv), kv, StopReason.UNHEALTHY)
 
 
 Call = Callable[[CacheEngine[Any], PagedKV], Awaitable[object]]

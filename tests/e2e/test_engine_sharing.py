@@ -262,6 +262,58 @@ class TestSingleFlight:
         assert watched.gathered == []
 
     @pytest.mark.asyncio
+    async def test_a_store_whose_copy_fails_hands_over_to_the_next(self) -> None:
+        kv = PagedKV(3 * T)
+        before = kv.rows()
+        kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
+        wait, failed = gated.on_copy, False
+
+        def fail_first(name: str) -> None:
+            nonlocal failed
+            wait(name)
+            if not failed:
+                failed = True
+                raise RuntimeError("the device refused the copy")
+
+        gated.on_copy = fail_first
+        async with open_engine(kv, 32, copy_threads=1) as engine:
+            gated.hold()
+            first = asyncio.create_task(engine.store(kv.tokens, kv.slots))
+            await gated.reached()
+            second = asyncio.create_task(engine.store(kv.tokens, kv.slots))
+            loading = asyncio.create_task(engine.retrieve(kv.tokens, kv.slots))
+            await asyncio.sleep(0)
+            gated.release()
+            assert (await first).stopped is StopReason.TRANSFER_ERROR
+            kept = await second
+            assert (kept.stored_tokens, kept.new_tokens, kept.stopped) == (3 * T, 3 * T, None)
+            assert (await loading).stopped in (None, StopReason.TRANSFER_ERROR)
+            kv.wipe()
+            assert (await engine.retrieve(kv.tokens, kv.slots)).loaded_tokens == 3 * T
+        assert torch.equal(kv.rows(), before)
+
+    @pytest.mark.asyncio
+    async def test_requests_that_wait_for_a_slot_for_the_same_chunk_read_it_once(self) -> None:
+        kv = PagedKV(8 * T)
+        store = MemoryStore()
+        async with open_engine(kv, 32, [MemoryBackend(store)]) as engine:
+            await engine.store(*kv.part(0, 4))
+            await engine.store(*kv.part(4, 8))
+        backend = CountingBackend(store)
+        kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
+        async with open_engine(kv, 4, [backend], staging_reserve=0, memory_wait_s=5) as engine:
+            gated.hold()
+            first = asyncio.create_task(engine.retrieve(*kv.part(0, 4)))
+            await gated.reached()  # every slot is in flight
+            others = [asyncio.create_task(engine.retrieve(*kv.part(4, 8))) for _ in range(5)]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            gated.release()
+            assert (await first).loaded_tokens == 4 * T
+            assert [(await other).loaded_tokens for other in others] == [4 * T] * 5
+        assert sorted(backend.reads) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    @pytest.mark.asyncio
     async def test_a_resident_prefix_stays_visible_while_others_store(self) -> None:
         """CW-05: 50 stores beside lookups of one resident prefix."""
         kv = PagedKV(60 * T)

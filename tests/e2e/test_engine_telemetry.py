@@ -137,6 +137,15 @@ class TestSpans:
         assert recorder.open_spans == 0
 
     @pytest.mark.asyncio
+    async def test_a_store_with_nothing_to_write_makes_no_write_span(self, recorder: Recorder) -> None:
+        kv = PagedKV(4 * T)
+        async with observed(recorder, kv, 32, [MemoryBackend(await stored(kv))]) as engine:
+            for _ in range(3):
+                assert (await engine.store(kv.tokens, kv.slots)).existing_tokens == 4 * T
+        assert recorder.spans(names.TIER_WRITE) == []
+        assert recorder.total(names.M_PHASE_SECONDS, phase=names.TIER_WRITE) == 0
+
+    @pytest.mark.asyncio
     async def test_reads_have_a_span_per_tier(self, recorder: Recorder) -> None:
         kv = PagedKV(4 * T)
         one, two = await stored(kv), await stored(kv)

@@ -76,6 +76,14 @@ class TestCalls:
             assert found.lease.released
         engine.release(found.lease)
 
+    def test_the_lease_of_a_lookup_that_was_turned_away_is_released_too(self) -> None:
+        kv = PagedKV(4 * T)
+        with sync_engine(kv) as engine:
+            found = engine.lookup(kv.tokens[:3], lease_s=5)
+            assert found.lease is None
+            engine.retrieve(kv.tokens[:3], kv.slots, lease=found.lease)
+            engine.release(found.lease)
+
     def test_durability_and_prefetch_through_submit(self) -> None:
         kv = PagedKV(4 * T)
         store = MemoryStore()

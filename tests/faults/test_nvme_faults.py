@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiofiles.threadpool
 import pytest
-from akvcache_nvme import DirectMode
+from akvcache_nvme import DirectMode, ledger
 
 from akvcache.errors import (
     BackendError,
+    BackendTimeout,
     BackendUnavailable,
     CapacityExhausted,
     ChunkCorrupt,
@@ -180,7 +183,7 @@ class TestDamagedFiles:
                 await put(backend, [key])
             assert await backend.delete(key) is False
             assert temp_files(root) == []
-        async with opened(root, namespaces=()) as backend:
+        async with opened(root, namespaces=("other",)) as backend:
             assert backend.statistics().entries == 0
             assert [chunk async for chunk in backend.scan(make_namespace_id())] == []
         assert sorted(outside.rglob("*")) == before
@@ -344,6 +347,55 @@ class TestFailingDisk:
             assert await holds(backend, keys) == [True] * 3
 
     @pytest.mark.asyncio
+    async def test_a_file_cut_short_while_it_is_read_tells_what_is_left(
+        self, tmp_path: Path, meddle: Callable[..., None]
+    ) -> None:
+        [key] = prompt("a")
+
+        async def cut(move: Any, view: memoryview) -> Any:
+            return await move(view[:4096]) if len(view) == FRAME else 0
+
+        async with opened(tmp_path) as backend:
+            await put(backend, [key])
+            meddle(cut)
+            assert (await _raw_read(backend, key))[0] == 4096
+
+    @pytest.mark.asyncio
+    async def test_a_file_that_cannot_be_opened_for_writing_is_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.open
+
+        def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_WRONLY and flags & os.O_NONBLOCK:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path, flags, *args, **kwargs)
+
+        async with opened(tmp_path) as backend:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "open", refuse)
+                with pytest.raises(BackendUnavailable):
+                    await put(backend, prompt("a"))
+            assert temp_files(tmp_path) == []
+            assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+    @pytest.mark.asyncio
+    async def test_a_delete_that_fails_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        [key] = prompt("a")
+
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        async with opened(tmp_path) as backend:
+            await put(backend, [key])
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "rename", refuse)
+                with pytest.raises(BackendUnavailable):
+                    await backend.delete(key)
+            assert await get(backend, key)
+            assert await backend.delete(key)
+
+    @pytest.mark.asyncio
     async def test_a_write_that_writes_nothing_does_not_hang(self, tmp_path: Path, meddle: Callable[..., None]) -> None:
         async def nothing(_move: Any, _view: memoryview) -> int:
             return 0
@@ -369,7 +421,35 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+def _fill_up(path: Path) -> None:
+    subprocess.run(["dd", "if=/dev/zero", f"of={path}", "bs=4096"], capture_output=True, check=False)
+
+
 class TestFullDisk:
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("has_chunks", [True, False])
+    async def test_no_room_for_a_directory_costs_one_chunk(
+        self, tmp_path: Path, has_chunks: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with opened(tmp_path) as backend:
+            await put(backend, prompt("a", 4 if has_chunks else 0))
+        real = os.mkdir
+
+        def mkdir(*args: Any, **kwargs: Any) -> None:
+            if len(chunk_files(tmp_path)) in (0, 4):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(*args, **kwargs)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        if has_chunks:
+            async with opened(tmp_path) as backend:
+                assert backend.statistics().entries == 3
+                assert backend.statistics().used_bytes == allocated_below(tmp_path)
+        else:
+            with pytest.raises(CapacityExhausted):
+                async with opened(tmp_path):
+                    pass
+
     @pytest.mark.asyncio
     async def test_a_disk_smaller_than_the_cap_goes_on_by_evicting(
         self, tiny_disk: Path, caplog: pytest.LogCaptureFixture
@@ -381,11 +461,23 @@ class TestFullDisk:
             await backend.delete(prompt(59)[0])
             for label in range(60, 70):
                 await put(backend, prompt(label))
-            assert "is full before its capacity is reached" in caplog.text
+            assert caplog.text.count("is full before its capacity is reached") == 1
             assert temp_files(tiny_disk / "cache") == []
             assert backend.statistics().entries == len(chunk_files(tiny_disk / "cache"))
         async with opened(tiny_disk / "cache") as backend:
             assert await get(backend, prompt(69)[0])
+
+    @pytest.mark.asyncio
+    async def test_a_full_disk_can_be_opened_again(self, tiny_disk: Path) -> None:
+        root = tiny_disk / "cache"
+        async with opened(root) as backend:
+            with pytest.raises(CapacityExhausted):
+                await put(backend, prompt("long", 60))
+        await asyncio.to_thread(_fill_up, tiny_disk / "filler")
+        async with opened(root, namespaces=("test", "new")) as backend:
+            assert backend.statistics().entries == len(chunk_files(root)) > 20
+            await put(backend, prompt("new"))
+            assert await get(backend, prompt("new")[0])
 
     @pytest.mark.asyncio
     async def test_without_a_victim_it_says_that_there_is_no_room(self, tiny_disk: Path) -> None:
@@ -521,6 +613,83 @@ class TestRaces:
             assert backend.statistics().evictions > 10
 
 
+class TestUnreadable:
+    @pytest.mark.asyncio
+    async def test_a_directory_that_may_not_be_read_is_reported_and_the_rest_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        keys = prompt("a", 3)
+        async with opened(tmp_path) as backend:
+            await put(backend, keys)
+        closed = path_of(tmp_path, keys[1]).parent
+        real = os.scandir
+
+        def scandir(path: Any = ".") -> Any:
+            if path == os.fspath(closed):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+        async with opened(tmp_path) as backend:
+            assert "1 directories that cannot be read" in caplog.text
+            assert backend.statistics().entries == 2
+            assert await holds(backend, keys) == [True] * 3
+
+
+class TestLocks:
+    @pytest.mark.asyncio
+    async def test_a_lock_that_is_never_released_is_a_time_out(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        [key], [other] = prompt("a"), prompt("b")
+        async with opened(tmp_path) as backend:
+            await put(backend, [key])
+            monkeypatch.setattr(ledger, "LOCK_TIMEOUT_S", 0.3)
+            with (tmp_path / "usage").open("rb") as stopped:
+                fcntl.flock(stopped, fcntl.LOCK_EX)
+                writes = [asyncio.create_task(put(backend, prompt(label))) for label in range(6)]
+                assert await holds(backend, [key, other]) == [True, False], "reads need no lock"
+                assert list(await backend.contains([key, other])) == [True, False]
+                assert not any(write.done() for write in writes)
+                failures = await asyncio.gather(*writes, return_exceptions=True)
+                assert all(isinstance(failure, BackendTimeout) and failure.retryable for failure in failures)
+            await put(backend, [other])
+            assert await get(backend, other)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("content", [b"", b"AKV", b"x" * 24, b"x" * 4096])
+    async def test_usage_that_nobody_can_read_is_counted_again(self, tmp_path: Path, content: bytes) -> None:
+        async with opened(tmp_path) as backend:
+            await put(backend, prompt("a", 3))
+            (tmp_path / "usage").write_bytes(content)
+            await put(backend, prompt("b"))
+            assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+    @pytest.mark.asyncio
+    async def test_a_lock_that_is_no_file_leaves_the_owner_alone(self, tmp_path: Path) -> None:
+        owner = tmp_path / "tmp" / "somebody"
+        owner.mkdir(parents=True)
+        (owner / "lock").symlink_to(tmp_path / "elsewhere")
+        (owner / "0").write_bytes(bytes(FRAME))
+        async with opened(tmp_path) as backend:
+            assert backend.statistics().leftovers_reclaimed == 0
+            assert backend.statistics().used_bytes >= allocated_below(tmp_path)
+            assert (owner / "0").exists()
+
+    @pytest.mark.asyncio
+    async def test_spare_files_removed_by_hand_are_not_missed(self, tmp_path: Path) -> None:
+        async with opened(tmp_path) as backend:
+            await put(backend, prompt("a", 2))
+            for key in prompt("a", 2):
+                await backend.delete(key)
+            assert backend.statistics().spare_bytes == 2 * FRAME
+            for path in (tmp_path / "spare").iterdir():
+                path.unlink()
+            await put(backend, prompt("b", 2))
+            assert backend.statistics().spare_bytes == 0
+            assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+
 class TestCancellation:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8, 13, 21])
@@ -532,7 +701,7 @@ class TestCancellation:
                 for _ in range(steps):
                     await asyncio.sleep(0)
                 task.cancel()
-                with pytest.raises(asyncio.CancelledError):
+                with suppress(asyncio.CancelledError):
                     await task
                 assert temp_files(tmp_path) == []
                 assert backend.statistics().used_bytes == allocated_below(tmp_path) <= SMALL

@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from akvcache.testing import EngineMachine
 
 SETTINGS = settings(
-    stateful_step_count=40,
+    stateful_step_count=50,
     deadline=None,
     derandomize=True,
     database=None,
@@ -19,7 +19,7 @@ SETTINGS = settings(
 
 
 def test_any_calls_in_any_order() -> None:
-    run_state_machine_as_test(EngineMachine, settings=settings(SETTINGS, max_examples=60))
+    run_state_machine_as_test(EngineMachine, settings=settings(SETTINGS, max_examples=120))
 
 
 @pytest.mark.soak

@@ -166,7 +166,12 @@ class TestChoices:
 class TestUnknownKeys:
     @pytest.mark.parametrize(
         ("name", "near"),
-        [("host_byte", "host_bytes"), ("chunk_token", "chunk_tokens"), ("tier", "tiers"), ("iotimeout_s", "io_timeout_s")],
+        [
+            ("host_byte", "host_bytes"),
+            ("chunk_token", "chunk_tokens"),
+            ("tier", "tiers"),
+            ("iotimeout_s", "io_timeout_s"),
+        ],
     )
     def test_the_nearest_is_suggested(self, name: str, near: str) -> None:
         assert refused({name: 1}) == f"unknown option {name!r}; did you mean {near!r}?"

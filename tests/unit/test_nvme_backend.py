@@ -412,6 +412,29 @@ class TestSharing:
             assert await holds(one, keys) == await holds(two, keys) == [True] * 6
 
     @pytest.mark.asyncio
+    async def test_a_key_that_another_has_written_costs_no_eviction(self, tmp_path: Path) -> None:
+        async with opened(tmp_path, capacity_bytes=SMALL) as one, opened(tmp_path, capacity_bytes=SMALL) as two:
+            for label in range(20):
+                await put(two, prompt(label))
+            await put(one, prompt("both"))
+            await put(two, prompt("own"))
+            evictions = two.statistics().evictions
+            files = chunk_files(tmp_path)
+            await put(two, prompt("both"))
+            assert two.statistics().evictions == evictions
+            assert chunk_files(tmp_path) == files
+
+    @pytest.mark.asyncio
+    async def test_a_full_directory_of_strangers_is_reported(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "big").write_bytes(bytes(2 * SMALL))
+        async with opened(tmp_path, capacity_bytes=SMALL) as backend:
+            assert "nothing can be evicted" in caplog.text
+            with pytest.raises(CapacityExhausted):
+                await put(backend, prompt("a"))
+
+    @pytest.mark.asyncio
     async def test_a_latecomer_evicts_what_others_left(self, tmp_path: Path) -> None:
         async with opened(tmp_path, capacity_bytes=SMALL) as one, opened(tmp_path, capacity_bytes=SMALL) as late:
             for label in range(30):

@@ -18,6 +18,7 @@ from akvcache.supervision import (
     Supervisor,
     join_executor,
     run_blocking,
+    run_blocking_all,
     settle,
     shielded,
 )
@@ -134,6 +135,47 @@ class TestRunBlocking:
         variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
         variable.set("mine")
         assert await run_blocking(executor, variable.get) == "mine"
+
+
+class TestRunBlockingAll:
+    @pytest.mark.asyncio
+    async def test_results_come_in_order_and_failures_where_they_happened(self) -> None:
+        executor = ThreadPoolExecutor(3)
+        good, bad = Job(), Job()
+        good.release()
+        bad.release()
+        done = await run_blocking_all(executor, [lambda: good(1), lambda: bad(ValueError("no")), lambda: 3])
+        assert [future.exception() is None for future in done] == [True, False, True]
+        assert (done[0].result(), done[2].result()) == (1, 3)
+        executor.shutdown(wait=True)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("cancels", [1, 3])
+    async def test_cancelled_it_waits_for_what_runs_and_drops_the_rest(self, cancels: int) -> None:
+        executor = ThreadPoolExecutor(2)
+        running, failing, queued = Job(), Job(), Job()
+        task = asyncio.create_task(
+            run_blocking_all(executor, [running, lambda: failing(ValueError("too late")), queued])
+        )
+        await running.started.wait()
+        await failing.started.wait()
+        for _ in range(cancels):
+            task.cancel()
+            await turns()
+            assert not task.done()
+        running.release()
+        failing.release()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert running.ended
+        assert not queued.ended
+        executor.shutdown(wait=True)
+
+    @pytest.mark.asyncio
+    async def test_each_call_sees_the_callers_context(self, executor: ThreadPoolExecutor) -> None:
+        variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="none")
+        variable.set("mine")
+        assert [done.result() for done in await run_blocking_all(executor, [variable.get] * 3)] == ["mine"] * 3
 
 
 async def _cancel_when(event: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:

@@ -125,6 +125,24 @@ class TestTransfer:
         join_event_threads()
 
     @pytest.mark.asyncio
+    async def test_cancelled_it_does_not_wait_for_the_device_and_the_event_may_come_later(
+        self, executor: ThreadPoolExecutor
+    ) -> None:
+        rig = Rig(executor)
+        task = rig.gather()
+        await rig.enqueued()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        rig.device.run()
+        again = rig.gather()
+        await rig.enqueued(2)
+        rig.device.run()
+        await again
+        rig.transfer.close()
+
+    @pytest.mark.asyncio
     async def test_after_closing_a_copy_is_refused(self, executor: ThreadPoolExecutor) -> None:
         rig = Rig(executor, Stepping.AUTO)
         rig.transfer.close()

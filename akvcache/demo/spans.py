@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import Tracer
 from typing_extensions import override
 
-__all__ = ("SpanCollector", "SpanRecord", "SystemIdGenerator")
+__all__ = ("Value", "SpanCollector", "SpanRecord", "SystemIdGenerator")
 
 _SYSTEM: Final = random.SystemRandom()
 Value = str | int | float | bool

@@ -357,8 +357,6 @@ class NvmeBackend:
             if isinstance(error, FileNotFoundError):
                 raise CommitFailed(str(error), backend=_NAME, op="write", key=key, retryable=True) from error
             raise
-        finally:
-            self._room.settle(room)
         self._index.add(key, nbytes)
 
     async def _abandon(self, reservation: Reservation) -> None:

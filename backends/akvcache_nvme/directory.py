@@ -187,7 +187,6 @@ class CacheDirectory:
             written = files.allocated(files.regular_stat(reservation.name, own))
             with self._made(place.namespace, place.fan_out) as parent:
                 first = files.stat_or_none(place.name, parent)
-                self._emptied.discard((place.namespace, place.fan_out))
                 if first is None:
                     os.rename(reservation.name, place.name, src_dir_fd=own, dst_dir_fd=parent)
                 else:

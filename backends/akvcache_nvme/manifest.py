@@ -49,8 +49,7 @@ def read_manifest(parent: int) -> dict[str, object] | None:
     Args:
         parent: Handle of the directory.
     """
-    status = stat_or_none(MANIFEST, parent)
-    if status is None or status.st_size > MAX_MANIFEST_BYTES:
+    if stat_or_none(MANIFEST, parent) is None:
         return None
     handle = os.open(MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:

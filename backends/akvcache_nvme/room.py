@@ -29,6 +29,9 @@ __all__ = ("BATCH", "RoomKeeper")
 BATCH: Final = 512
 """Index entries handled between two turns of the loop."""
 
+_REST: Final = 20
+"""A tier with nothing to evict looks around again after this many times as long as the last census took."""
+
 _EVICT_BATCH: Final = 64
 """Files removed while holding the lock: each can take milliseconds."""
 
@@ -53,9 +56,8 @@ class RoomKeeper:
         self._index = index
         self._executor = executor
         self._capacity_bytes = capacity_bytes
-        self._reserved_bytes = 0
         self._doubtful_bytes = 0
-        self._unknown_bytes = 0
+        self._rest_until_s = 0.0
 
     async def census(self) -> Census:
         """Count what lies in the directory and learn of every chunk in it."""
@@ -66,7 +68,6 @@ class RoomKeeper:
                 self._index.learn(key, nbytes)
                 if position % BATCH == 0:
                     await asyncio.sleep(0)
-        self._unknown_bytes = self._unknown()
         return census
 
     def doubt(self, nbytes: int) -> None:
@@ -106,8 +107,7 @@ class RoomKeeper:
             victim = self._index.claim(self.is_protected, key)
             if victim is not None:
                 room = await self._recycle(victim, key, size)
-            elif self._unknown() >= self._unknown_bytes + size:
-                await self.census()
+            elif await self._look_around():
                 room = await run_blocking(self._executor, self._files.reserve, key, size)
             elif await run_blocking(self._executor, self._files.squeeze, size):
                 room = await run_blocking(self._executor, self._files.reserve, key, size)
@@ -115,13 +115,7 @@ class RoomKeeper:
                 raise CapacityExhausted(
                     "the tier is full of chunks that may not leave", backend="nvme", op="write", key=key
                 )
-        if isinstance(room, Reservation):
-            self._reserved_bytes += room.charge
         return room
-
-    def settle(self, reservation: Reservation) -> None:
-        """Note that a reservation was committed or abandoned."""
-        self._reserved_bytes -= reservation.charge
 
     async def give_way(self, key: ChunkKey | None) -> None:
         """Give blocks back to a device that is full before the cap is reached."""
@@ -129,6 +123,17 @@ class RoomKeeper:
         victim = self._index.claim(self.is_protected, key)
         if victim is not None:
             self.evictions += await run_blocking(self._executor, self._files.evict, [victim.key])
+
+    async def _look_around(self) -> bool:
+        """Take a census in search of victims, unless one was taken for that of late; return whether it was."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        if start_s < self._rest_until_s:
+            return False
+        self._rest_until_s = float("inf")
+        await self.census()
+        self._rest_until_s = loop.time() + _REST * (loop.time() - start_s)
+        return True
 
     async def _recycle(self, victim: Victim, key: ChunkKey, size: int) -> Reservation | Found | None:
         try:
@@ -144,7 +149,3 @@ class RoomKeeper:
         else:
             self.evictions += 1
         return room
-
-    def _unknown(self) -> int:
-        """Return allocated bytes this process cannot explain."""
-        return self._files.ledger.used_bytes - self._index.used_bytes - self._reserved_bytes

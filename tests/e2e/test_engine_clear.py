@@ -98,6 +98,31 @@ class TestClear:
         assert store.frames == {}, "what was being written was deleted when it had landed"
 
     @pytest.mark.asyncio
+    async def test_a_write_that_lands_after_clear_is_never_seen(self) -> None:
+        kv = PagedKV(T)
+        before = kv.rows()
+        store = MemoryStore()
+        backend = FaultyBackend(MemoryBackend(store))
+        async with open_engine(kv, 16, [backend]) as engine:
+            backend.hold("write")
+            await engine.store(kv.tokens, kv.slots)
+            await backend.reached("write")
+            await engine.clear()
+            backend.release()
+            backend.hold("delete")
+            await backend.reached("delete")
+            assert depths(store) == [0], "it has landed and is about to be deleted"
+            assert await hits(engine, kv) == 0
+            assert (await engine.retrieve(kv.tokens, kv.slots)).loaded_tokens == 0
+            backend.release()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert store.frames == {}
+            assert (await (await engine.store(kv.tokens, kv.slots)).durable()).durable_tokens == T
+            assert await hits(engine, kv) == T
+        assert torch.equal(kv.rows(), before)
+
+    @pytest.mark.asyncio
     async def test_a_store_in_flight_ends_cleared(self) -> None:
         kv = PagedKV(8 * T)
         kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]

@@ -113,6 +113,9 @@ class TestDurable:
             kept = await engine.store(kv.tokens, kv.slots, deadline_s=0)
             assert (kept.stored_tokens, kept.stopped) == (0, StopReason.DEADLINE)
             assert (await kept.durable()).durable_tokens == 0
+            await (await engine.store(kv.tokens, kv.slots)).durable()
+            again = await engine.store(kv.tokens, kv.slots, deadline_s=0)
+            assert (again.stored_tokens, (await again.durable()).durable_tokens) == (0, 0)
 
     @pytest.mark.asyncio
     async def test_after_closing_nobody_knows_any_more(self) -> None:

@@ -90,7 +90,9 @@ class TestStores:
             kv, 16, [backend], write_queue_bytes=2 * frame, memory_wait_s=0.05, store_deadline_s=5
         ) as engine:
             backend.hold("write")
+            start = asyncio.get_running_loop().time()
             kept = await engine.store(kv.tokens, kv.slots)
+            assert asyncio.get_running_loop().time() - start < 0.25, "it waits for the queue once, not for every chunk"
             assert (kept.stored_tokens, kept.new_tokens, kept.stopped) == (12 * T, 12 * T, None)
             assert (await engine.lookup(kv.tokens)).hit_tokens == 12 * T
             assert (await engine.flush(timeout_s=0.01)).pending_chunks == 2

@@ -19,12 +19,17 @@ T = CHUNK
 
 
 class CountingBackend(MemoryBackend):
-    """Notes every read and write by the position of its chunk."""
+    """Notes every question, read and write by the position of its chunk."""
 
     def __init__(self, store: MemoryStore | None = None, *, name: str = "memory") -> None:
         super().__init__(store, name=name)
+        self.asked: list[list[int]] = []
         self.reads: list[int] = []
         self.writes: list[int] = []
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        self.asked.append([depth_of(key) for key in keys])
+        return await super().contains(keys)
 
     async def read(self, key: ChunkKey, into: memoryview) -> int | None:
         self.reads.append(depth_of(key))
@@ -136,6 +141,21 @@ class TestManyTiers:
             assert torch.equal(kv.rows(0, 9 * T), before)
             again = await engine.lookup(kv.tokens)
             assert again.by_tier == {"host": 9 * T}, "what was loaded is in host memory now"
+
+    @pytest.mark.asyncio
+    async def test_tiers_are_asked_only_for_what_host_memory_lacks(self) -> None:
+        kv = PagedKV(6 * T)
+        backend = CountingBackend(await stored(kv))
+        async with open_engine(kv, 32, [backend]) as engine:
+            await engine.prefetch(kv.part(0, 4)[0])
+            backend.asked.clear()
+            assert (await engine.lookup(kv.tokens)).hit_tokens == 6 * T
+            assert backend.asked == [[4, 5]]
+            await engine.retrieve(kv.tokens, kv.slots)
+            backend.asked.clear()
+            await engine.lookup(kv.tokens)
+            await engine.retrieve(kv.tokens, kv.slots)
+            assert backend.asked == []
 
     @pytest.mark.asyncio
     async def test_a_gap_in_every_tier_ends_the_hit(self) -> None:
@@ -312,6 +332,26 @@ class TestSingleFlight:
             assert (await first).loaded_tokens == 4 * T
             assert [(await other).loaded_tokens for other in others] == [4 * T] * 5
         assert sorted(backend.reads) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    @pytest.mark.asyncio
+    async def test_stores_that_wait_for_a_slot_for_the_same_chunk_copy_it_once(self) -> None:
+        kv = PagedKV(8 * T)
+        kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
+        async with open_engine(kv, 4, memory_wait_s=5, copy_threads=1) as engine:
+            await engine.store(*kv.part(0, 4))
+            gated.gathered.clear()
+            gated.hold()
+            first = asyncio.create_task(engine.retrieve(*kv.part(0, 4)))
+            await gated.reached()  # every slot is in use
+            stores = [asyncio.create_task(engine.store(*kv.part(4, 8))) for _ in range(5)]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            gated.release()
+            assert (await first).loaded_tokens == 4 * T
+            kept = await asyncio.gather(*stores)
+        assert [result.stored_tokens for result in kept] == [4 * T] * 5
+        assert sum(result.new_tokens for result in kept) == 4 * T
+        assert sorted(gated.gathered) == [(i * T, (i + 1) * T) for i in range(4)]
 
     @pytest.mark.asyncio
     async def test_a_resident_prefix_stays_visible_while_others_store(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import anyio
 import numpy as np
 import pytest
+from akvcache_nvme import NvmeBackend
 
 from akvcache import CacheEngine, CacheNamespace, StopReason
 from akvcache.testing import (
@@ -366,6 +369,31 @@ async def test_a_stalled_device_holds_up_only_those_who_wait_for_it() -> None:
         assert np.array_equal(r.kv.read(1), r.noise)
         await r.retrieve("t", 3)
         await r.works("after")
+
+
+# -- a real file system ---------------------------------------------------------------------------------------------
+
+
+async def test_random_cancellations_leave_no_file_behind(tmp_path: Path) -> None:
+    """CX-06: descriptors (watched in every test), unfinished files and the pool are as before."""
+    rng = random.Random(6)
+    backend = NvmeBackend(tmp_path / "cache", capacity_bytes=1 << 20)
+    async with rig([backend]) as r:
+        for number in range(100):
+            call, where = CALLS[rng.choice(sorted(CALLS))]
+            label = f"nvme {number}"
+            await lay(r, label, where)
+            point, how = rng.randrange(1, 12), rng.choice(list(How))
+            await cancel_at(point, lambda label=label, call=call: call(r, label), how, rng.choice(list(When)))  # type: ignore[misc, return-value]
+            for region in range(r.kv.num_regions):
+                r.blank(region)
+            await r.rest()
+            await r.retrieve(label, 5)
+        assert not [path for path in (tmp_path / "cache" / "tmp").rglob("*") if path.is_file() and path.stat().st_size]
+    async with rig([NvmeBackend(tmp_path / "cache", capacity_bytes=1 << 20)]) as r:
+        kept = [await r.retrieve(f"nvme {number}", 5) for number in range(100)]
+        assert sum(loaded.loaded_tokens for loaded in kept) > 0
+        assert all(loaded.stopped in (None, StopReason.MISSING) for loaded in kept)
 
 
 # -- late completions ----------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ the machine, so it is printed here and measured in the benchmarks.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +22,21 @@ CHUNKS = 128
 BEAT_S = 0.002
 
 
-async def beat(gaps: list[float]) -> None:
-    """Note how late each beat is."""
+@asynccontextmanager
+async def beating(gaps: list[float]) -> AsyncGenerator[None]:
+    """Note how late each beat of the loop is meanwhile."""
     loop = asyncio.get_running_loop()
-    while True:
-        before = loop.time()
-        await asyncio.sleep(BEAT_S)
-        gaps.append(loop.time() - before - BEAT_S)
+
+    async def beat() -> None:
+        while True:
+            before = loop.time()
+            await asyncio.sleep(BEAT_S)
+            gaps.append(loop.time() - before - BEAT_S)
+
+    heart = asyncio.create_task(beat())
+    yield
+    heart.cancel()
+    await asyncio.wait([heart])
 
 
 @pytest.mark.asyncio
@@ -47,14 +57,13 @@ async def test_the_loop_beats_on_while_256_mib_flow(tmp_path: Path) -> None:
     )
     gaps: list[float] = []
     async with CacheEngine.open(config, connector=kv.connector, namespace=CacheNamespace(model="loop")) as engine:
-        heart = asyncio.create_task(beat(gaps))
-        kept = await engine.store(tokens, slots)
+        async with beating(gaps):
+            kept = await engine.store(tokens, slots)
+            await kept.durable()
         assert kept.stored_tokens == kv.region_tokens
-        await kept.durable()
-        await asyncio.to_thread(kv.write, 0, np.zeros_like(before))
-        loaded = await engine.retrieve(tokens, slots)
-        heart.cancel()
-        await asyncio.wait([heart])
+        kv.write(0, np.zeros_like(before))
+        async with beating(gaps):
+            loaded = await engine.retrieve(tokens, slots)
     assert loaded.loaded_tokens == kv.region_tokens
     assert np.array_equal(kv.read(0), before)
     assert len(gaps) > 10

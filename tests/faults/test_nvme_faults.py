@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 
 import aiofiles.threadpool
 import pytest
-from akvcache_nvme import DirectMode, ledger
+from akvcache_nvme import DirectMode, directory, ledger
+from akvcache_nvme.recovery import SLACK_BYTES
 
 from akvcache.errors import (
     BackendError,
@@ -215,6 +217,19 @@ class TestVanishedFiles:
                 await put(backend, prompt(label))
                 assert await get(backend, prompt(label)[0])
                 assert allocated_below(tmp_path) <= SMALL
+            assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+    @pytest.mark.asyncio
+    async def test_room_that_an_operator_made_is_used_before_more_is_evicted(self, tmp_path: Path) -> None:
+        async with opened(tmp_path, capacity_bytes=SMALL) as backend:
+            for label in range(40):
+                await put(backend, prompt(label))
+            kept = backend.statistics().entries
+            for label in range(40 - kept, 40 - kept // 2):
+                path_of(tmp_path, prompt(label)[0]).unlink()
+            await put(backend, prompt("new"))
+            young = [prompt(label)[0] for label in range(40 - kept // 2, 40)]
+            assert await holds(backend, young) == [True] * len(young)
             assert backend.statistics().used_bytes == allocated_below(tmp_path)
 
     @pytest.mark.asyncio
@@ -597,6 +612,41 @@ class TestRaces:
             assert await get(reader, key)
 
     @pytest.mark.asyncio
+    async def test_another_file_under_the_name_is_a_miss_whatever_its_age(
+        self, tmp_path: Path, meddle: Callable[..., None]
+    ) -> None:
+        [key] = prompt("a")
+        async with opened(tmp_path) as reader, opened(tmp_path, recycle_share=0) as other:
+            await put(reader, [key])
+            os.utime(path_of(tmp_path, key), ns=(1, 1))
+
+            async def overtake(move: Any, view: memoryview) -> Any:
+                meddle(None)
+                assert await other.delete(key)
+                await put(other, [key])
+                await asyncio.to_thread(os.utime, path_of(tmp_path, key), ns=(1, 1))
+                return await move(view)
+
+            meddle(overtake)
+            assert await get(reader, key) is False
+
+    @pytest.mark.asyncio
+    async def test_a_file_that_another_is_writing_counts_more_than_its_size(
+        self, tmp_path: Path, meddle: Callable[..., None]
+    ) -> None:
+        async def look(move: Any, view: memoryview) -> Any:
+            meddle(None)
+            async with opened(tmp_path, namespaces=()) as other:
+                real = await asyncio.to_thread(allocated_below, tmp_path)
+                assert other.statistics().used_bytes == real + SLACK_BYTES
+            return await move(view)
+
+        async with opened(tmp_path) as backend:
+            meddle(look)
+            await put(backend, prompt("a"))
+            assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+    @pytest.mark.asyncio
     async def test_a_chunk_that_is_read_is_not_evicted(self, tmp_path: Path, meddle: Callable[..., None]) -> None:
         [key] = prompt("a")
         async with opened(tmp_path, capacity_bytes=SMALL) as backend:
@@ -664,6 +714,50 @@ class TestLocks:
             (tmp_path / "usage").write_bytes(content)
             await put(backend, prompt("b"))
             assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+    @pytest.mark.asyncio
+    async def test_a_count_that_fails_half_way_is_not_believed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.scandir
+
+        def scandir(path: Any = ".") -> Any:
+            if path == tmp_path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path)
+
+        async with opened(tmp_path) as backend:
+            await put(backend, prompt("a", 3))
+            (tmp_path / "usage").unlink()
+            shutil.rmtree(tmp_path / "spare")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "scandir", scandir)
+                with pytest.raises(BackendUnavailable):
+                    await put(backend, prompt("b"))
+            await put(backend, prompt("c"))
+            assert backend.statistics().used_bytes == allocated_below(tmp_path)
+
+    @pytest.mark.asyncio
+    async def test_a_full_tier_does_not_count_again_for_each_refusal(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counts = 0
+        real = directory.take_census
+
+        def take_census(*args: Any, **kwargs: Any) -> Any:
+            nonlocal counts
+            counts += 1
+            time.sleep(0.05)  # in a thread: the next may come a second later
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(directory, "take_census", take_census)
+        keys = prompt("long", 40)
+        async with opened(tmp_path, capacity_bytes=SMALL) as backend:
+            backend.touch(keys)
+            writes = [backend.write(key, make_frame(key, make_payload(PAYLOAD))) for key in keys]
+            refused = await asyncio.gather(*writes, return_exceptions=True)
+            assert sum(isinstance(error, CapacityExhausted) for error in refused) > 20
+        assert counts <= 2
 
     @pytest.mark.asyncio
     async def test_a_lock_that_is_no_file_leaves_the_owner_alone(self, tmp_path: Path) -> None:

@@ -578,6 +578,26 @@ async def test_a_tier_that_does_not_close_is_left_behind(kind: FaultKind) -> Non
     await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("kind", [FaultKind.HANG, FaultKind.NEVER])
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ, Op.CONTAINS, Op.DELETE])
+async def test_closing_gives_up_on_what_never_ends(op: Op, kind: FaultKind, caplog: pytest.LogCaptureFixture) -> None:
+    """SH-02: closing has a limit, says what it left, and leaves no task behind."""
+    medium = MemoryStore()
+    backend = FaultyBackend(MemoryBackend(medium))
+    async with rig([backend], close_timeout_s=0.05, **FAST) as r:
+        await written(r, "p", 2)
+        medium.frames[r.keys("p", 2)[1]] = b""
+        backend.plan = [fault(op, kind)]
+        loaded = await r.retrieve("p", 2, deadline_s=0.01)
+        assert loaded.loaded_tokens < 2 * CHUNK
+        await r.store("q", 2)
+    assert r.context.supervisor.num_tasks == 0
+    if op is Op.WRITE:
+        assert "closed with 0 writes given up and 2 unfinished" in caplog.text
+    backend.release()
+    await asyncio.sleep(0)
+
+
 # -- the device ------------------------------------------------------------------------------------------------------
 
 
@@ -676,14 +696,22 @@ async def test_a_wave_of_which_one_part_fails_ends_with_its_other_part(kind: Cop
         await r.works("after")
 
 
-async def test_a_copy_thread_that_hangs_keeps_its_slots_until_it_ends() -> None:
+@pytest.mark.parametrize("direction", ["store", "retrieve"])
+async def test_a_copy_thread_that_hangs_keeps_its_slots_until_it_ends(direction: str) -> None:
     made: list[BlockingConnector] = []
     async with rig(connector=lambda kv: made.append(BlockingConnector(kv)) or made[0], copy_timeout_s=0.05) as r:
         device = made[0]
+        await r.store("p", 2)
         device.go.clear()
-        kept = await r.engine.store(r.tokens("p", 2), r.fill("p", 2))
-        assert kept.stopped is StopReason.TRANSFER_ERROR
-        assert r.host.pool.num_free == r.host.pool.num_slots - 2
+        if direction == "store":
+            stopped = (await r.engine.store(r.tokens("q", 2), r.fill("q", 2))).stopped
+        else:
+            stopped = (await r.engine.retrieve(r.tokens("p", 2), r.blank(1))).stopped
+        assert stopped is StopReason.TRANSFER_ERROR
+        lease = await r.host.acquire(r.host.pool.num_slots, timeout_s=0.01)
+        assert lease is not None
+        assert len(lease) == r.host.pool.num_slots - 2, "a slot was taken from under a copy that still runs"
+        lease.release()
         device.go.set()
         await r.rest()
 
@@ -750,6 +778,26 @@ async def test_a_copy_starts_after_what_computes_its_source() -> None:
         assert (await load).loaded_tokens == 4 * CHUNK
         r.blank(0)
         assert (await r.retrieve("p", 4)).loaded_tokens == 4 * CHUNK
+        await r.rest()
+
+
+async def test_a_lease_that_expires_while_slots_are_granted_serves_each_waiter_once() -> None:
+    """RL-03: expiry is noticed in the middle of a grant and makes room for those who wait already."""
+    clock = VirtualClock()
+    async with rig(num_slots=4, clock=clock) as r:
+        await r.store("p", 4)
+        found = await r.engine.lookup(r.tokens("p", 4), lease_s=5)
+        assert found.lease is not None
+        assert found.lease.tokens == 4 * CHUNK
+        waiting = [asyncio.create_task(r.host.pool.lease(1, timeout_s=5)) for _ in range(3)]
+        await until(lambda: r.host.pool.num_waiters == 3)
+        clock.advance(6)
+        r.host.pool.serve()
+        await asyncio.wait(waiting)
+        granted = [lease for task in waiting if (lease := task.result()) is not None]
+        assert len({slot.index for lease in granted for slot in lease.slots}) == 3
+        for lease in granted:
+            lease.release()
         await r.rest()
 
 

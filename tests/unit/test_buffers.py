@@ -251,6 +251,7 @@ class TestWaiting:
         waiting = asyncio.create_task(pool.lease(1, timeout_s=5))
         await turns()
         cache.slots = slots
+        assert pool.try_lease(1) is None, "somebody has waited longer"
         pool.serve()
         assert indices(await waiting) == [0]
 

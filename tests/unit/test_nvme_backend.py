@@ -156,7 +156,7 @@ class TestUsage:
         async with opened(tmp_path, capacity_bytes=SMALL) as backend:
             for turn in range(60):
                 [key] = prompt(turn)
-                size = 1 + (turn * 7919) % PAYLOAD
+                size = 1 + (turn * turn * 7919) % PAYLOAD
                 await put(backend, [key], payload_bytes=size)
                 assert await get(backend, key, payload_bytes=size)
                 assert backend.statistics().used_bytes == allocated_below(tmp_path) <= SMALL
@@ -324,6 +324,18 @@ class TestRecovery:
             assert backend.statistics().used_bytes == allocated_below(tmp_path)
 
     @pytest.mark.asyncio
+    async def test_a_namespace_that_somebody_has_attached_stays(self, tmp_path: Path) -> None:
+        manifest = tmp_path / make_namespace_id("one").hex() / "manifest.json"
+        async with opened(tmp_path, namespaces=("one",)), opened(tmp_path, namespaces=("two",)):
+            assert manifest.exists(), "attached by another"
+        async with opened(tmp_path, namespaces=("one", "two"), capacity_bytes=SMALL) as backend:
+            [key] = prompt("a", namespace="two")
+            await put(backend, [key])
+            path_of(tmp_path, key).unlink()
+            assert not await get(backend, key)  # found out, so everything is counted again
+            assert manifest.exists(), "attached by us"
+
+    @pytest.mark.asyncio
     async def test_another_namespace_is_counted_never_hit_and_leaves_first(self, tmp_path: Path) -> None:
         async with opened(tmp_path, namespaces=("old",), capacity_bytes=SMALL) as backend:
             await put(backend, prompt("a", 4, namespace="old"))
@@ -418,10 +430,11 @@ class TestSharing:
                 await put(two, prompt(label))
             await put(one, prompt("both"))
             await put(two, prompt("own"))
-            evictions = two.statistics().evictions
+            evictions, entries = two.statistics().evictions, two.statistics().entries
             files = chunk_files(tmp_path)
             await put(two, prompt("both"))
             assert two.statistics().evictions == evictions
+            assert two.statistics().entries == entries + 1
             assert chunk_files(tmp_path) == files
 
     @pytest.mark.asyncio

@@ -107,9 +107,7 @@ class RoomKeeper:
             victim = self._index.claim(self.is_protected, key)
             if victim is not None:
                 room = await self._recycle(victim, key, size)
-            elif await self._look_around():
-                room = await run_blocking(self._executor, self._files.reserve, key, size)
-            elif await run_blocking(self._executor, self._files.squeeze, size):
+            elif await self._look_around() or await run_blocking(self._executor, self._files.squeeze, size):
                 room = await run_blocking(self._executor, self._files.reserve, key, size)
             else:
                 raise CapacityExhausted(
@@ -130,9 +128,11 @@ class RoomKeeper:
         start_s = loop.time()
         if start_s < self._rest_until_s:
             return False
-        self._rest_until_s = float("inf")
-        await self.census()
-        self._rest_until_s = loop.time() + _REST * (loop.time() - start_s)
+        self._rest_until_s = float("inf")  # one at a time
+        try:
+            await self.census()
+        finally:
+            self._rest_until_s = loop.time() + _REST * (loop.time() - start_s)
         return True
 
     async def _recycle(self, victim: Victim, key: ChunkKey, size: int) -> Reservation | Found | None:

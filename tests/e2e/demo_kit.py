@@ -28,6 +28,6 @@ class Finished:
 def run_cli(*arguments: str | Path, through: Sequence[str] = ("-m", "akvcache")) -> Finished:
     """Run ``akvcache`` in a process of its own."""
     done = subprocess.run(
-        [sys.executable, *through, *map(str, arguments)], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, *through, *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False
     )
     return Finished(done.returncode, done.stdout, done.stderr)

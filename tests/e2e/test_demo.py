@@ -228,16 +228,18 @@ def test_interrupted_run_leaves_nothing(tiny: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(
-    not is_prepared(model_folder(default_cache_dir())), reason="SmolLM2 is not converted yet; `make demo` does it"
-)
+@pytest.mark.timeout(300)
 def test_real_model_on_a_short_prompt(tmp_path: Path) -> None:
+    """The real weights; the first run on a machine converts them, into the user's cache or this tree's."""
+    is_ready = is_prepared(model_folder(default_cache_dir()))
+    cache_dir = default_cache_dir() if is_ready else HANDBOOK.parents[2] / ".cache" / "models"
     document = tmp_path / "handbook.txt"
     document.write_text(HANDBOOK.read_text()[:2400])
     done = run_cli(
-        "demo", "--json", "--document", document, "--question", "How tall is the tower?", "--new-tokens", "12"
-    )
-    assert (done.code, done.err) == (0, "")
+        "demo", "--json", "--document", document, "--question", "How tall is the tower?", "--new-tokens", "12",
+        "--cache-dir", cache_dir,
+    )  # fmt: skip
+    assert done.code == 0, done.err
     report = done.report()
     assert report["full_chunks"] >= 8
     assert report["hit_by_tier"] == {"nvme": report["full_chunks"] * 64}

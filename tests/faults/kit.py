@@ -152,7 +152,7 @@ async def rig(
     kv = RegionKV(num_regions=4, region_tokens=REGION_CHUNKS * CHUNK)
     moves = kv.connector if connector is None else connector(kv)
     config = config_for(kv, num_slots, **options)
-    async with open_inspected(config, connector=moves, tiers=list(tiers), clock=clock, meter=meter) as inspected:  # type: ignore[arg-type]
+    async with open_inspected(config, connector=moves, tiers=list(tiers), clock=clock, meter=meter) as inspected:
         yield Rig(kv, inspected)
 
 
@@ -335,5 +335,5 @@ async def cancel_at(point: int, call: Callable[[], Coroutine[object, object, obj
     done, _ = await asyncio.wait([task], timeout=10)
     assert done, f"cancelled at await {point} by {how.value}, the call hangs"
     if not task.cancelled() and task.exception() is not None:
-        raise task.exception()  # type: ignore[misc]
+        raise task.exception()
     return fired > 0

@@ -53,7 +53,7 @@ async def lookup(r: Rig, label: str) -> None:
 
 
 async def leasing_lookup(r: Rig, label: str) -> None:
-    async with (await r.engine.lookup(r.tokens(label, 4), lease_s=60)).lease:  # type: ignore[union-attr]
+    async with (await r.engine.lookup(r.tokens(label, 4), lease_s=60)).lease:
         pass
 
 
@@ -109,7 +109,7 @@ async def test_a_call_cancelled_at_every_await_leaves_nothing(name: str, how: Ho
         for point in itertools.count(1):
             label = f"{name} {point}"
             await lay(r, label, where)
-            reached = await cancel_at(point, lambda label=label: call(r, label), how, when)  # type: ignore[misc, return-value]
+            reached = await cancel_at(point, lambda label=label: call(r, label), how, when)
             for region in range(r.kv.num_regions):
                 r.blank(region)
             await r.rest()
@@ -137,7 +137,7 @@ async def test_a_call_cancelled_while_the_pool_is_full_leaves_nothing(name: str,
             staged = r.host.pool.try_lease(1)  # the last slot, so that the call has to wait for one
             assert staged is not None
             asyncio.get_running_loop().call_later(0.01, staged.release)
-            reached = await cancel_at(point, lambda label=label: call(r, label), how, when)  # type: ignore[misc, return-value]
+            reached = await cancel_at(point, lambda label=label: call(r, label), how, when)
             staged.release()
             assert found.lease is not None
             found.lease.release()
@@ -167,7 +167,7 @@ async def test_a_change_of_everything_cancelled_at_every_await(
             await r.store("old", 4)
             store = asyncio.create_task(r.engine.store(r.tokens("meanwhile", 5), r.fill("meanwhile", 5, 2)))
             await asyncio.sleep(0)
-            reached = await cancel_at(point, lambda r=r: call(r), how, when)  # type: ignore[misc, return-value]
+            reached = await cancel_at(point, lambda r=r: call(r), how, when)
             await store
             await r.rest()
             await r.retrieve("old", 4)
@@ -384,7 +384,7 @@ async def test_random_cancellations_leave_no_file_behind(tmp_path: Path) -> None
             label = f"nvme {number}"
             await lay(r, label, where)
             point, how = rng.randrange(1, 12), rng.choice(list(How))
-            await cancel_at(point, lambda label=label, call=call: call(r, label), how, rng.choice(list(When)))  # type: ignore[misc, return-value]
+            await cancel_at(point, lambda label=label, call=call: call(r, label), how, rng.choice(list(When)))
             for region in range(r.kv.num_regions):
                 r.blank(region)
             await r.rest()
@@ -463,7 +463,7 @@ async def test_a_follower_of_a_cancelled_leader_is_served() -> None:
         await asyncio.wait([leader])
         backend.release()
         assert (await follower).loaded_tokens == 3 * CHUNK
-        assert backend.calls["read"] == 3, "a chunk was read twice"  # type: ignore[index]
+        assert backend.calls["read"] == 3, "a chunk was read twice"
         await r.rest()
 
 

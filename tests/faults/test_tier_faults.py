@@ -1,14 +1,12 @@
-"""Tiers and devices that fail, lie, stall and come back: a shorter hit, no wrong bytes, no hang, no leak."""
+"""Tiers that fail, lie, stall and come back: a shorter hit, no wrong bytes, no hang, no leak."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -18,19 +16,15 @@ from akvcache.frame import HEADER_BYTES
 from akvcache.keys import ChunkKey
 from akvcache.telemetry import names
 from akvcache.testing import (
-    CopyFault,
-    FakeDevice,
-    FakeDeviceConnector,
     Fault,
     FaultKind,
     FaultyBackend,
     MemoryBackend,
     MemoryStore,
     Op,
-    Stepping,
     VirtualClock,
 )
-from tests.faults.kit import CHUNK, BlockingConnector, CountedBackend, FailingConnector, Rig, rig, slot_bytes, until
+from tests.faults.kit import CHUNK, CountedBackend, Rig, rig, slot_bytes, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -38,7 +32,7 @@ FAST = {"io_timeout_s": 0.05, "lookup_deadline_s": 0.05}
 
 
 def fault(op: Op, kind: FaultKind, calls: Sequence[int] | None = None, **options: object) -> Fault:
-    return Fault(op=op, kind=kind, calls=calls, **options)  # type: ignore[arg-type]
+    return Fault(op=op, kind=kind, calls=calls, **options)
 
 
 async def written(r: Rig, label: str, chunks: int) -> None:
@@ -340,7 +334,7 @@ def dropped(reader: InMemoryMetricReader) -> dict[tuple[str, str], int]:
     assert data is not None
     metrics = [m for rm in data.resource_metrics for sm in rm.scope_metrics for m in sm.metrics]
     points = next(m for m in metrics if m.name == names.M_WRITES_DROPPED).data.data_points
-    return {(str(p.attributes[names.TIER]), str(p.attributes[names.OUTCOME])): int(p.value) for p in points}  # type: ignore[index, union-attr]
+    return {(str(p.attributes[names.TIER]), str(p.attributes[names.OUTCOME])): int(p.value) for p in points}
 
 
 # -- the breaker -----------------------------------------------------------------------------------------------------
@@ -596,292 +590,3 @@ async def test_closing_gives_up_on_what_never_ends(op: Op, kind: FaultKind, capl
         assert "closed with 0 writes given up and 2 unfinished" in caplog.text
     backend.release()
     await asyncio.sleep(0)
-
-
-# -- the device ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [CopyFault.RAISE, CopyFault.BREAK])
-@pytest.mark.parametrize("wave", [0, 1, 2])
-async def test_a_retrieve_whose_copy_fails_ends_before_it(kind: CopyFault, wave: int) -> None:
-    """CB-12, RL-08: the mask covers the waves before it, nothing is held, the next one works."""
-    made: list[FailingConnector] = []
-    async with rig(connector=lambda kv: made.append(FailingConnector(kv)) or made[0], copy_threads=1) as r:
-        await r.store("p", 6)
-        made[0].fail_after(wave, kind)
-        loaded = await r.retrieve("p", 6)
-        assert (loaded.loaded_tokens, loaded.stopped) == (wave * 2 * CHUNK, StopReason.TRANSFER_ERROR)
-        await r.rest()
-        assert (await r.retrieve("p", 6)).loaded_tokens == 6 * CHUNK
-
-
-@pytest.mark.parametrize("kind", [CopyFault.RAISE, CopyFault.BREAK])
-@pytest.mark.parametrize("wave", [0, 1, 2])
-async def test_a_store_whose_copy_fails_keeps_what_was_copied(kind: CopyFault, wave: int) -> None:
-    made: list[FailingConnector] = []
-    async with rig(
-        [MemoryBackend()], connector=lambda kv: made.append(FailingConnector(kv)) or made[0], copy_threads=1
-    ) as r:
-        made[0].fail_after(wave, kind)
-        kept = await r.store("p", 6)
-        assert (kept.stored_tokens, kept.stopped) == (wave * 2 * CHUNK, StopReason.TRANSFER_ERROR)
-        await r.rest()
-        assert (await r.retrieve("p", 6)).loaded_tokens == wave * 2 * CHUNK
-        kept = await r.store("p", 6)
-        assert (kept.stored_tokens, kept.stopped) == (6 * CHUNK, None)
-        assert (await r.retrieve("p", 6)).loaded_tokens == 6 * CHUNK
-
-
-@pytest.mark.parametrize("direction", ["store", "retrieve"])
-async def test_a_copy_that_never_ends_takes_the_engine_out_of_use(direction: str) -> None:
-    """No hang: the call ends at its limit, the engine answers as an empty cache, closing works."""
-    device = FakeDevice()
-    async with rig(
-        [MemoryBackend()],
-        connector=lambda kv: FakeDeviceConnector(kv.connector, device),
-        copy_timeout_s=0.05,
-        close_timeout_s=0.05,
-        io_timeout_s=0.05,
-    ) as r:
-        await r.store("p", 3)
-        device.stepping = Stepping.MANUAL
-        if direction == "store":
-            kept = await r.engine.store(r.tokens("q", 3), r.fill("q", 3))
-            assert (kept.stored_tokens, kept.stopped) == (0, StopReason.TRANSFER_ERROR)
-        else:
-            loaded = await r.engine.retrieve(r.tokens("p", 3), r.blank(1))
-            assert (loaded.loaded_tokens, loaded.stopped) == (0, StopReason.TRANSFER_ERROR)
-            assert not loaded.mask.any()
-        assert "took longer" in (r.engine.health().degraded or "")
-        assert (await r.engine.lookup(r.tokens("p", 3))).stopped is StopReason.UNHEALTHY
-        assert (await r.engine.store(r.tokens("p", 3), r.kv.slots(0))).stopped is StopReason.UNHEALTHY
-        assert r.inspected.leftovers()["tasks"] == 1, "the copy was forgotten while the device still runs it"
-
-
-@pytest.mark.parametrize("kind", [CopyFault.RAISE, CopyFault.BREAK])
-async def test_a_wave_of_which_all_parts_fail_is_one_failure(kind: CopyFault) -> None:
-    made: list[FakeDeviceConnector[torch.Tensor]] = []
-    async with rig(connector=lambda kv: made.append(FakeDeviceConnector(kv.connector, FakeDevice())) or made[0]) as r:
-        made[0].fail_next(kind)
-        made[0].fail_next(kind)
-        assert (await r.store("p", 2)).stopped is StopReason.TRANSFER_ERROR
-        await r.rest()
-        await r.works("after")
-
-
-@pytest.mark.parametrize("direction", ["store", "retrieve"])
-@pytest.mark.parametrize("kind", [CopyFault.RAISE, CopyFault.BREAK])
-async def test_a_wave_of_which_one_part_fails_ends_with_its_other_part(kind: CopyFault, direction: str) -> None:
-    """RL-08: threads share a wave; a slot is not free while the other thread's copy still uses it."""
-    made: list[FakeDeviceConnector[torch.Tensor]] = []
-    async with rig(connector=lambda kv: made.append(FakeDeviceConnector(kv.connector, FakeDevice())) or made[0]) as r:
-        await r.store("p", 2)
-        made[0].fail_next(kind)
-        made[0].fail_next(CopyFault.HANG)
-        if direction == "store":
-            call = asyncio.create_task(r.engine.store(r.tokens("q", 2), r.fill("q", 2)))
-        else:
-            call = asyncio.create_task(r.engine.retrieve(r.tokens("p", 2), r.blank(1)))
-        await until(lambda: len(made[0].hung) == 1)
-        await asyncio.wait([call], timeout=0.02)
-        assert not call.done(), "the call ended while the device was still copying"
-        lease = await r.host.acquire(r.host.pool.num_slots, timeout_s=0.01)
-        assert lease is not None
-        assert len(lease) == r.host.pool.num_slots - 2
-        lease.release()
-        made[0].hung[0].complete()
-        made[0].device.run()
-        assert (await call).stopped is StopReason.TRANSFER_ERROR
-        await r.rest()
-        await r.works("after")
-
-
-@pytest.mark.parametrize("direction", ["store", "retrieve"])
-async def test_a_copy_thread_that_hangs_keeps_its_slots_until_it_ends(direction: str) -> None:
-    made: list[BlockingConnector] = []
-    async with rig(connector=lambda kv: made.append(BlockingConnector(kv)) or made[0], copy_timeout_s=0.05) as r:
-        device = made[0]
-        await r.store("p", 2)
-        device.go.clear()
-        if direction == "store":
-            stopped = (await r.engine.store(r.tokens("q", 2), r.fill("q", 2))).stopped
-        else:
-            stopped = (await r.engine.retrieve(r.tokens("p", 2), r.blank(1))).stopped
-        assert stopped is StopReason.TRANSFER_ERROR
-        lease = await r.host.acquire(r.host.pool.num_slots, timeout_s=0.01)
-        assert lease is not None
-        assert len(lease) == r.host.pool.num_slots - 2, "a slot was taken from under a copy that still runs"
-        lease.release()
-        device.go.set()
-        await r.rest()
-
-
-# -- churn -----------------------------------------------------------------------------------------------------------
-
-
-async def test_no_session_ever_sees_another_ones_bytes() -> None:
-    """CB-03: 6 sessions of 20 chunks go through a pool of 8 and a tier, interleaved, for 200 rounds."""
-    rng = random.Random(3)
-    async with rig([MemoryBackend()], num_slots=8) as r:
-        lengths = dict.fromkeys(range(6), 0)
-        for round_ in range(200):
-            session = rng.randrange(6)
-            lengths[session] = min(20, lengths[session] + rng.randrange(1, 6))
-            other = rng.randrange(6)
-            store = asyncio.create_task(r.store(f"session {session}", lengths[session], region=0))
-            load = asyncio.create_task(r.retrieve(f"session {other}", max(1, lengths[other]), region=1))
-            await asyncio.wait([store, load])
-            assert store.result().stopped is None, round_
-            load.result()
-        for session, length in lengths.items():
-            await r.engine.flush()
-            assert (await r.retrieve(f"session {session}", length)).loaded_tokens == length * CHUNK
-        await r.rest()
-
-
-async def test_stored_bytes_do_not_alias_the_callers_memory() -> None:
-    """CB-09: source and destination are the caller's again when the call has returned."""
-    async with rig([MemoryBackend()]) as r:
-        slots = r.fill("p", 4)
-        await r.engine.store(r.tokens("p", 4), slots)
-        r.blank(0)
-        for _ in range(2):
-            assert (await r.retrieve("p", 4)).loaded_tokens == 4 * CHUNK
-            r.kv.write(1, np.zeros((r.kv.region_tokens, r.kv.token_bytes), dtype=np.uint8))
-        await r.push_out()
-        assert (await r.retrieve("p", 4)).loaded_tokens == 4 * CHUNK
-
-
-async def test_the_fifth_reuse_is_as_good_as_the_first() -> None:
-    """CB-10."""
-    async with rig([MemoryBackend()]) as r:
-        await r.store("p", 5)
-        for turn in range(5):
-            assert (await r.retrieve("p", 5)).loaded_tokens == 5 * CHUNK
-            await r.store(f"between {turn}", 6)
-
-
-async def test_a_copy_starts_after_what_computes_its_source() -> None:
-    """CB-11: the source is filled late, on the compute stream; store and retrieve run at once on one device."""
-    device = FakeDevice()
-    async with rig(connector=lambda kv: FakeDeviceConnector(kv.connector, device)) as r:
-        await r.store("q", 4)
-        device.stepping = Stepping.MANUAL
-        slots = r.blank(0)
-        device.compute.enqueue(lambda: r.kv.write(0, r.rows("p", 4)))
-        store = asyncio.create_task(r.engine.store(r.tokens("p", 4), slots))
-        load = asyncio.create_task(r.retrieve("q", 4))
-        await until(lambda: len(device.copy) >= 6)
-        device.stepping = Stepping.AUTO
-        device.run()
-        assert (await store).stored_tokens == 4 * CHUNK
-        assert (await load).loaded_tokens == 4 * CHUNK
-        r.blank(0)
-        assert (await r.retrieve("p", 4)).loaded_tokens == 4 * CHUNK
-        await r.rest()
-
-
-async def test_a_lease_that_expires_while_slots_are_granted_serves_each_waiter_once() -> None:
-    """RL-03: expiry is noticed in the middle of a grant and makes room for those who wait already."""
-    clock = VirtualClock()
-    async with rig(num_slots=4, clock=clock) as r:
-        await r.store("p", 4)
-        found = await r.engine.lookup(r.tokens("p", 4), lease_s=5)
-        assert found.lease is not None
-        assert found.lease.tokens == 4 * CHUNK
-        waiting = [asyncio.create_task(r.host.pool.lease(1, timeout_s=5)) for _ in range(3)]
-        await until(lambda: r.host.pool.num_waiters == 3)
-        clock.advance(6)
-        r.host.pool.serve()
-        await asyncio.wait(waiting)
-        granted = [lease for task in waiting if (lease := task.result()) is not None]
-        assert len({slot.index for lease in granted for slot in lease.slots}) == 3
-        for lease in granted:
-            lease.release()
-        await r.rest()
-
-
-async def test_two_thousand_retrieves_end_where_they_began() -> None:
-    """RL-02."""
-    async with rig([MemoryBackend()], num_slots=8) as r:
-        await r.store("p", 4)
-        await r.store("q", 4)
-        await r.engine.flush()
-        await r.rest()
-        for number in range(2000):
-            await r.engine.retrieve(r.tokens("pq"[number % 2], 4), r.kv.slots(number % 4))
-        await r.rest()
-        assert (await r.retrieve("p", 4)).loaded_tokens == 4 * CHUNK
-
-
-async def weather(rng: random.Random, backend: FaultyBackend) -> None:
-    op = rng.choice((Op.CONTAINS, Op.READ, Op.WRITE, Op.DELETE))
-    kinds = [FaultKind.FAIL, FaultKind.FAIL_AFTER, FaultKind.HANG, FaultKind.SLOW]
-    if op in (Op.READ, Op.WRITE):
-        kinds += [FaultKind.LOSE, FaultKind.TRUNCATE, FaultKind.CORRUPT]
-    backend.release()
-    backend.plan = (
-        [Fault(op=op, kind=rng.choice(kinds), probability=0.3, retryable=rng.random() < 0.5, delay_s=0.001)]
-        if rng.random() < 0.5
-        else []
-    )
-
-
-async def churn(r: Rig, clock: VirtualClock, backends: Sequence[FaultyBackend], rng: random.Random, steps: int) -> None:
-    """Random calls, faults and cancellations, three regions at once; every answer is checked byte for byte."""
-
-    async def work(region: int, count: int) -> None:
-        for _ in range(count):
-            label, chunks = f"p{min(rng.randrange(12), rng.randrange(12))}", rng.randrange(1, 6)
-            call = rng.choice((r.store, r.retrieve, r.retrieve))
-            task = asyncio.create_task(call(label, chunks, region, rng.choice((None, 0.02))))
-            if rng.random() < 0.2:
-                for _ in range(rng.randrange(12)):
-                    await asyncio.sleep(0)
-                task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.result()
-            if rng.random() < 0.02:
-                await weather(rng, rng.choice(backends))
-            if rng.random() < 0.02:
-                clock.advance(10)
-            if rng.random() < 0.05:
-                await r.engine.lookup(r.tokens(label, chunks), lease_s=5)
-
-    await asyncio.gather(*(work(region, steps // 4) for region in range(4)))
-
-
-async def soak(seed: int, steps: int) -> None:
-    print(f"seed {seed}")
-    rng, clock = random.Random(seed), VirtualClock()
-    backends = [
-        FaultyBackend(MemoryBackend(capacity_bytes=20 * 8192, name="small"), seed=seed),
-        FaultyBackend(MemoryBackend(capacity_bytes=200 * 8192, name="large"), seed=seed + 1),
-    ]
-    async with rig(
-        backends, clock=clock, num_slots=16, memory_wait_s=0.02, io_timeout_s=0.02, lookup_deadline_s=0.02
-    ) as r:
-        for _ in range(10):
-            await churn(r, clock, backends, rng, steps // 10)
-            for backend in backends:
-                backend.plan = []
-                backend.release()
-            clock.advance(400)
-            await r.rest()
-        # RL-04: in calm weather the hit rate of a working set below capacity is what it was in the beginning
-        for number in range(3):
-            await r.store(f"p{number}", 4)
-            assert (await r.retrieve(f"p{number}", 4)).loaded_tokens == 4 * CHUNK
-        await r.rest()
-
-
-async def test_ten_thousand_random_calls_leave_the_engine_as_new() -> None:
-    """RL-04, short."""
-    await soak(seed=20_240_501, steps=10_000)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-async def test_a_million_random_calls_leave_the_engine_as_new() -> None:
-    await soak(seed=random.SystemRandom().randrange(1 << 32), steps=1_000_000)

@@ -88,11 +88,11 @@ async def run_blocking_all(executor: Executor, calls: Sequence[Callable[[], T]])
     try:
         await asyncio.wait(futures)
     except asyncio.CancelledError:
-        for call, future in zip(pending, futures, strict=True):
-            if not call.cancel():
-                await settle(future)
-                if not future.cancelled():
-                    future.exception()
+        running = [future for call, future in zip(pending, futures, strict=True) if not call.cancel()]
+        for future in running:
+            await settle(future)
+            if not future.cancelled():
+                future.exception()
         raise
     return futures
 

@@ -87,12 +87,12 @@ class TestStores:
         frame = frame_bytes(kv.connector.layout.payload_bytes(T))
         backend = FaultyBackend(MemoryBackend(MemoryStore()))
         async with open_engine(
-            kv, 16, [backend], write_queue_bytes=2 * frame, memory_wait_s=0.05, store_deadline_s=5
+            kv, 16, [backend], write_queue_bytes=2 * frame, memory_wait_s=0.3, store_deadline_s=10
         ) as engine:
             backend.hold("write")
             start = asyncio.get_running_loop().time()
             kept = await engine.store(kv.tokens, kv.slots)
-            assert asyncio.get_running_loop().time() - start < 0.25, "it waits for the queue once, not for every chunk"
+            assert asyncio.get_running_loop().time() - start < 1.5, "it waits for the queue once, not for every chunk"
             assert (kept.stored_tokens, kept.new_tokens, kept.stopped) == (12 * T, 12 * T, None)
             assert (await engine.lookup(kv.tokens)).hit_tokens == 12 * T
             assert (await engine.flush(timeout_s=0.01)).pending_chunks == 2
@@ -176,10 +176,10 @@ class TestLoads:
         async with open_engine(kv, 32, wave_bytes=2 * chunk, copy_threads=1) as engine:
             await engine.store(kv.tokens, kv.slots)
             gated.hold()
-            task = asyncio.create_task(engine.retrieve(kv.tokens, kv.slots, deadline_s=0.05))
+            task = asyncio.create_task(engine.retrieve(kv.tokens, kv.slots, deadline_s=0.5))
             await gated.reached()
             passed = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(0.06, passed.set_result, None)
+            asyncio.get_running_loop().call_later(0.55, passed.set_result, None)
             await passed
             gated.release()
             loaded = await task
@@ -194,10 +194,10 @@ class TestLoads:
         kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
         async with open_engine(kv, 32, wave_bytes=2 * chunk, copy_threads=1) as engine:
             gated.hold()
-            task = asyncio.create_task(engine.store(kv.tokens, kv.slots, deadline_s=0.05))
+            task = asyncio.create_task(engine.store(kv.tokens, kv.slots, deadline_s=0.5))
             await gated.reached()
             passed = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(0.06, passed.set_result, None)
+            asyncio.get_running_loop().call_later(0.55, passed.set_result, None)
             await passed
             gated.release()
             kept = await task
@@ -208,17 +208,17 @@ class TestLoads:
     async def test_tiers_that_do_not_answer_cost_one_deadline_not_one_each(self) -> None:
         kv = PagedKV(4 * T)
         tiers = [FaultyBackend(MemoryBackend(name=name)) for name in ("one", "two", "three")]
-        async with open_engine(kv, 8, tiers, lookup_deadline_s=0.2, io_timeout_s=0.2) as engine:
+        async with open_engine(kv, 8, tiers, lookup_deadline_s=0.5, io_timeout_s=0.5) as engine:
             for tier in tiers:
                 tier.hold("contains")
             loop = asyncio.get_running_loop()
             start = loop.time()
             assert (await engine.lookup(kv.tokens)).hit_tokens == 0
-            assert loop.time() - start < 0.4
+            assert loop.time() - start < 1.0
             start = loop.time()
-            loaded = await engine.retrieve(kv.tokens, kv.slots, deadline_s=0.1)
+            loaded = await engine.retrieve(kv.tokens, kv.slots, deadline_s=0.4)
             assert loaded.loaded_tokens == 0
-            assert loop.time() - start < 0.2
+            assert loop.time() - start < 0.8
             for tier in tiers:
                 tier.release()
 

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 
 from akvcache.testing import (
-    FakeDevice,
-    FakeDeviceConnector,
     Fault,
     FaultKind,
     FaultyBackend,
     MemoryBackend,
     Op,
-    Stepping,
     VirtualClock,
 )
 from tests.faults.kit import CHUNK, Rig, rig, until
@@ -65,26 +62,6 @@ async def test_the_fifth_reuse_is_as_good_as_the_first() -> None:
         for turn in range(5):
             assert (await r.retrieve("p", 5)).loaded_tokens == 5 * CHUNK
             await r.store(f"between {turn}", 6)
-
-
-async def test_a_copy_starts_after_what_computes_its_source() -> None:
-    """CB-11: the source is filled late, on the compute stream; store and retrieve run at once on one device."""
-    device = FakeDevice()
-    async with rig(connector=lambda kv: FakeDeviceConnector(kv.connector, device)) as r:
-        await r.store("q", 4)
-        device.stepping = Stepping.MANUAL
-        slots = r.blank(0)
-        device.compute.enqueue(lambda: r.kv.write(0, r.rows("p", 4)))
-        store = asyncio.create_task(r.engine.store(r.tokens("p", 4), slots))
-        load = asyncio.create_task(r.retrieve("q", 4))
-        await until(lambda: len(device.copy) >= 6)
-        device.stepping = Stepping.AUTO
-        device.run()
-        assert (await store).stored_tokens == 4 * CHUNK
-        assert (await load).loaded_tokens == 4 * CHUNK
-        r.blank(0)
-        assert (await r.retrieve("p", 4)).loaded_tokens == 4 * CHUNK
-        await r.rest()
 
 
 async def test_a_lease_that_expires_while_slots_are_granted_serves_each_waiter_once() -> None:

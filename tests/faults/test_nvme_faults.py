@@ -560,6 +560,24 @@ class TestDirectRefused:
             assert temp_files(tmp_path) == []
 
     @pytest.mark.asyncio
+    async def test_a_refusal_in_the_middle_goes_on_through_the_page_cache(
+        self, tmp_path: Path, meddle: Callable[..., None], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def refuse(move: Any, view: memoryview) -> Any:
+            if len(view) == FRAME:
+                return await move(view[:8192])
+            if fcntl.fcntl(move.__self__.fileno(), fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return await move(view)
+
+        keys = prompt("a", 2)
+        async with opened(tmp_path, direct=DirectMode.ON) as backend:
+            meddle(refuse)
+            await put(backend, keys)
+            assert await holds(backend, keys) == [True] * 2
+            assert caplog.text.count("O_DIRECT was refused") == 1
+
+    @pytest.mark.asyncio
     @pytest.mark.usefixtures("no_direct")
     async def test_on_is_a_configuration_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="direct=on"):

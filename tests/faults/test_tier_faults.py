@@ -396,6 +396,22 @@ async def test_impatient_callers_do_not_open_the_breaker_of_a_healthy_tier() -> 
         await r.rest()
 
 
+async def test_impatient_callers_of_a_dead_tier_open_its_breaker_all_the_same() -> None:
+    """OS-04: what counts is the tier's own time, also when no caller waits that long."""
+    clock = VirtualClock()
+    backend = FaultyBackend(MemoryBackend())
+    async with rig([backend], clock=clock, breaker_failures=2, **FAST) as r:
+        await written(r, "p", 2)
+        backend.hold("contains")
+        for _ in range(3):
+            assert (await r.retrieve("p", 2, deadline_s=0.005)).loaded_tokens == 0
+        await until(lambda: r.engine.health().tiers["memory"].breaker == "open")
+        backend.release()
+        await r.rest()
+        clock.advance(60)
+        assert (await r.retrieve("p", 2)).loaded_tokens == 2 * CHUNK
+
+
 # -- clear -----------------------------------------------------------------------------------------------------------
 
 

@@ -484,17 +484,13 @@ class TestDirect:
                 assert backend.statistics().direct is (mode is DirectMode.ON)
 
     @pytest.mark.asyncio
-    async def test_a_buffer_off_the_page_grid_still_works(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_a_buffer_off_the_page_grid_still_works(self, tmp_path: Path) -> None:
         [key] = prompt("a")
         frame = make_frame(key, make_payload(PAYLOAD))
         odd = aligned_buffer(FRAME + 4096)[1 : FRAME + 1]
         odd[:] = frame
         async with opened(tmp_path) as backend:
-            direct = backend.statistics().direct
             await backend.write(key, odd)
             odd[:] = bytes(FRAME)
             assert await backend.read(key, odd) == FRAME
             assert odd == frame
-        assert caplog.text.count("O_DIRECT was refused") == direct

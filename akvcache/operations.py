@@ -38,7 +38,7 @@ async def lookup(context: Context[KV], request: Request, lease_s: float | None) 
             seconds = min(lease_s, context.config.max_lease_s)
             lease = context.host.lease(run.keys[:count], run.stops, plan.sources, seconds)
         stopped = None if count == len(run.keys) else missing
-        counts = {names.TOKENS_TOTAL: request.num_tokens, names.TOKENS_HIT: plan.hit_tokens}
+        counts = {names.TOKENS_REQUESTED: request.wanted_tokens, names.TOKENS_HIT: plan.hit_tokens}
         _finish(context, names.LOOKUP, span, stopped, counts, plan.by_tier)
         return LookupResult(hit_tokens=plan.hit_tokens, by_tier=plan.by_tier, lease=lease, stopped=stopped)
 
@@ -61,7 +61,7 @@ async def retrieve(context: Context[KV], request: Request, kv: KV, budget: Budge
         by_tier = by_source(done.sources, run, first)
         context.telemetry.broken_promise(plan.hit_tokens - (stop - start))
         counts = {
-            names.TOKENS_TOTAL: request.num_tokens,
+            names.TOKENS_REQUESTED: request.wanted_tokens,
             names.TOKENS_HIT: plan.hit_tokens,
             names.TOKENS_LOADED: stop - start,
         }
@@ -84,7 +84,7 @@ async def store(context: Context[KV], request: Request, kv: KV, budget: Budget) 
         context.telemetry.phase(names.STORE, names.D2H, done.d2h)
         stored = run.tokens_before(done.reached)
         counts = {
-            names.TOKENS_TOTAL: request.num_tokens,
+            names.TOKENS_REQUESTED: request.wanted_tokens,
             names.TOKENS_STORED: stored,
             names.TOKENS_NEW: done.new_tokens,
         }
@@ -111,7 +111,11 @@ async def prefetch(context: Context[KV], request: Request, budget: Budget) -> Pr
             context.telemetry.phase(names.PREFETCH, names.TIER_READ, phase, tier=tier)
         ready = run.tokens_before(len(done.sources))
         stopped = done.stopped or (StopReason.MISSING if len(plan.sources) < len(run.keys) else None)
-        counts = {names.TOKENS_TOTAL: request.num_tokens, names.TOKENS_HIT: plan.hit_tokens, names.TOKENS_LOADED: ready}
+        counts = {
+            names.TOKENS_REQUESTED: request.wanted_tokens,
+            names.TOKENS_HIT: plan.hit_tokens,
+            names.TOKENS_LOADED: ready,
+        }
         _finish(context, names.PREFETCH, span, stopped, counts)
         return PrefetchResult(hit_tokens=plan.hit_tokens, ready_tokens=ready, stopped=stopped)
 

@@ -10,7 +10,8 @@ Touched from one thread at a time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 from typing_extensions import override
@@ -22,9 +23,6 @@ __all__ = ("POLICIES", "EvictionPolicy", "LruPolicy", "SegmentedLruPolicy", "mak
 
 _PROBATION: Final = 0
 _PROTECTED: Final = 1
-
-Rank = tuple[int, int, int]
-"""(segment, tick of last use, minus depth): the smallest leaves first."""
 
 
 class EvictionPolicy(Protocol):
@@ -68,14 +66,23 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class _HeapPolicy:
-    """Ranks in a heap whose stale items are skipped; subclasses choose the segment of a chunk."""
+_Bucket = dict[int, dict[ChunkKey, None]]
+"""Chunks of one request and segment, by depth."""
+
+
+class _RankedPolicy:
+    """Ranks chunks in buckets, one per segment and tick; subclasses choose the segment of a chunk.
+
+    A bucket holds what one request used last. Buckets stand in a heap by tick, so that a touch costs a few dictionary
+    operations per chunk, however many chunks there are.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)
         self._tick = 1
-        self._ranks: dict[ChunkKey, Rank] = {}
-        self._heap: list[tuple[Rank, ChunkKey]] = []
+        self._ranks: dict[ChunkKey, tuple[int, int]] = {}
+        self._buckets: tuple[dict[int, _Bucket], dict[int, _Bucket]] = ({}, {})
+        self._ticks: tuple[list[int], list[int]] = ([], [])
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -96,41 +103,64 @@ class _HeapPolicy:
             self._place(key, _PROBATION, self._tick if tick is None else tick)
 
     def forget(self, key: ChunkKey) -> None:
-        self._ranks.pop(key, None)
+        rank = self._ranks.pop(key, None)
+        if rank is None:
+            return
+        segment, tick = rank
+        bucket, depth = self._buckets[segment][tick], depth_of(key)
+        del bucket[depth][key]
+        if not bucket[depth]:
+            del bucket[depth]
+        if not bucket:
+            del self._buckets[segment][tick]
 
     def victims(
         self, count: int, evictable: Callable[[ChunkKey], bool], *, newcomer: ChunkKey | None = None
     ) -> Sequence[ChunkKey]:
         ceiling = (self._tick, -depth_of(newcomer)) if newcomer is not None else None
-        chosen: dict[ChunkKey, None] = {}  # an ordered set: equal items may stand twice in the heap
-        kept: list[tuple[Rank, ChunkKey]] = []
-        while self._heap and len(chosen) < count:
-            item = heapq.heappop(self._heap)
-            rank, key = item
-            if self._ranks.get(key) != rank:
-                continue  # stale
-            kept.append(item)
-            if ceiling is not None and rank[1:] >= ceiling:
-                break
-            if evictable(key):
-                chosen[key] = None
-        for item in kept:
-            heapq.heappush(self._heap, item)
-        return list(chosen)
+        chosen: list[ChunkKey] = []
+        for segment in (_PROBATION, _PROTECTED):
+            for tick, depth, key in self._ascending(segment):
+                if len(chosen) == count or (ceiling is not None and (tick, -depth) >= ceiling):
+                    return chosen
+                if evictable(key):
+                    chosen.append(key)
+        return chosen
+
+    def _ascending(self, segment: int) -> Iterator[tuple[int, int, ChunkKey]]:
+        """Yield (tick, depth, key) of a segment, lowest rank first; nothing may change meanwhile."""
+        heap, buckets = self._ticks[segment], self._buckets[segment]
+        seen: list[int] = []
+        try:
+            while heap:
+                tick = heapq.heappop(heap)
+                if tick not in buckets or (seen and seen[-1] == tick):
+                    continue  # a bucket that is gone, or stands twice because it was gone for a while
+                seen.append(tick)
+                for depth in sorted(buckets[tick], reverse=True):
+                    for key in buckets[tick][depth]:
+                        yield tick, depth, key
+        finally:
+            for tick in seen:
+                heapq.heappush(heap, tick)
 
     def _place(self, key: ChunkKey, segment: int, tick: int) -> None:
-        rank = (segment, tick, -depth_of(key))
-        self._ranks[key] = rank
-        heapq.heappush(self._heap, (rank, key))
-        if len(self._heap) > 64 + 4 * len(self._ranks):
-            self._heap = [(rank, key) for key, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
+        _RankedPolicy.forget(self, key)
+        self._ranks[key] = segment, tick
+        buckets, heap = self._buckets[segment], self._ticks[segment]
+        if tick not in buckets:
+            buckets[tick] = {}
+            heapq.heappush(heap, tick)
+            if len(heap) > 64 + 4 * len(buckets):
+                heap[:] = buckets
+                heapq.heapify(heap)
+        buckets[tick].setdefault(depth_of(key), {})[key] = None
 
     def _segment_touched(self, segment: int) -> int:
         raise NotImplementedError
 
 
-class LruPolicy(_HeapPolicy):
+class LruPolicy(_RankedPolicy):
     """The request that was used longest ago leaves first."""
 
     @override
@@ -138,7 +168,7 @@ class LruPolicy(_HeapPolicy):
         return segment
 
 
-class SegmentedLruPolicy(_HeapPolicy):
+class SegmentedLruPolicy(_RankedPolicy):
     """Scan-resistant: chunks used by two requests leave after chunks used by one.
 
     A first use enters the probation segment; the next moves to the protected one, which holds at most
@@ -153,24 +183,27 @@ class SegmentedLruPolicy(_HeapPolicy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._protected_limit = max(1, int(self._capacity * self.PROTECTED_SHARE))
-        self._protected: set[ChunkKey] = set()
+        self._num_protected = 0
 
     @override
     def touch(self, keys: Iterable[ChunkKey]) -> int:
-        keys = list(keys)
         tick = super().touch(keys)
-        self._protected.update(key for key in keys if key in self._ranks)
-        excess = len(self._protected) - self._protected_limit
+        excess = self._num_protected - self._protected_limit
         if excess > 0:
-            for key in heapq.nsmallest(excess, self._protected, key=self._ranks.__getitem__):
-                self._protected.discard(key)
-                self._place(key, _PROBATION, self._ranks[key][1])
+            for used, _, key in list(itertools.islice(self._ascending(_PROTECTED), excess)):
+                self._place(key, _PROBATION, used)
         return tick
 
     @override
     def forget(self, key: ChunkKey) -> None:
+        self._num_protected -= self._ranks.get(key, (_PROBATION, 0))[0] == _PROTECTED
         super().forget(key)
-        self._protected.discard(key)
+
+    @override
+    def _place(self, key: ChunkKey, segment: int, tick: int) -> None:
+        was = self._ranks.get(key, (_PROBATION, 0))[0]
+        self._num_protected += segment - was
+        super()._place(key, segment, tick)
 
     @override
     def _segment_touched(self, segment: int) -> int:

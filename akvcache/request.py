@@ -40,6 +40,11 @@ class Request:
     keyed: Phase = field(default_factory=Phase)
     epoch: int = 0
 
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens behind the mask's head: what a hit rate is measured against."""
+        return self.num_tokens - self.run.tokens_before(self.first)
+
 
 async def prepare(
     schema: KeySchema, executor: Executor, tokens: TokenSequence, scope: RequestScope, mask: Mask | None

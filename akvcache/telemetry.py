@@ -35,6 +35,7 @@ class names:  # noqa: N801 - reads as a namespace: names.LOOKUP
     TIER_WRITE: Final = "akv.tier.write"
 
     TOKENS_TOTAL: Final = "akv.tokens.total"
+    TOKENS_REQUESTED: Final = "akv.tokens.requested"
     TOKENS_HIT: Final = "akv.tokens.hit"
     TOKENS_LOADED: Final = "akv.tokens.loaded"
     TOKENS_STORED: Final = "akv.tokens.stored"

@@ -95,9 +95,7 @@ class Worker:
         namespace = namespace_for(runner.config, model=job.model_name, dtype=runner.dtype, weights=weights)
         kv = connector.empty(len(job.tokens) + job.new_tokens)
         config = self._config(connector)
-        async with CacheEngine.open(
-            config, connector=connector, namespace=namespace, tracer=self._tracer
-        ) as engine:
+        async with CacheEngine.open(config, connector=connector, namespace=namespace, tracer=self._tracer) as engine:
             await run_blocking(self._executor, runner.warm_up, kv)
             self._step()
             report = await self._answer(engine, runner, connector, kv)

@@ -347,7 +347,7 @@ class TestMetrics:
             assert recorder.total(names.M_REQUESTS, op=op) == 10
             assert recorder.total(names.M_REQUESTS, op=op, stopped="none") == 3
             assert recorder.total(names.M_REQUESTS, op=op, stopped="missing") == 7
-            assert recorder.total(names.M_TOKENS, op=op, outcome=names.TOKENS_TOTAL) == 80 * T
+            assert recorder.total(names.M_TOKENS, op=op, outcome=names.TOKENS_REQUESTED) == 80 * T
             assert recorder.total(names.M_TOKENS, op=op, outcome=names.TOKENS_HIT) == hit
         assert recorder.total(names.M_TOKENS, op=names.RETRIEVE, outcome=names.TOKENS_LOADED) == hit
         assert recorder.total(names.M_TOKENS, op=names.RETRIEVE, outcome="served") == hit

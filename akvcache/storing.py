@@ -143,8 +143,10 @@ class Storer(Generic[KV]):
     async def _copy_wave(self, kv: KV) -> None:
         """Copy the next few missing chunks into leased slots."""
         context, progress, first = self._context, self.progress, self.progress.done
+        # A short first wave puts the writers to work early; without any it would only cost a hop.
+        most = context.wave_chunks if progress.new_tokens or not self._queues else 1
         count = 1
-        while count < context.wave_chunks and self._missing(first + count):
+        while count < most and self._missing(first + count):
             count += 1
         limit = min(context.config.memory_wait_s, self._budget.left_s)
         with progress.lease.piece():

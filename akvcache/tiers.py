@@ -29,6 +29,9 @@ __all__ = ("Outcome", "OutcomeKind", "Tier")
 
 T = TypeVar("T")
 _log = logging.getLogger("akvcache.tiers")
+READ_AHEAD_BYTES: Final = 64 << 20
+"""Bytes that reads have in flight at most, but two reads always: large chunks read all at once would also all arrive at
+once, and their verification and copies could not overlap the disk (docs/reference/benchmarks.md)."""
 MISSES_LOGGED_S: Final = 5.0
 
 
@@ -102,7 +105,8 @@ class Tier:
         try:
             async with asyncio.timeout(self._config.open_timeout_s):
                 await self.backend.open(context)
-            self._reads = asyncio.Semaphore(self.backend.capabilities.max_reads)
+            ahead = max(2, READ_AHEAD_BYTES // context.frame_bytes)
+            self._reads = asyncio.Semaphore(min(ahead, self.backend.capabilities.max_reads))
             await self.backend.attach(schema.namespace_id, schema.describe())
             self.inactive = None
         except ConfigurationError:

@@ -22,6 +22,7 @@ from akvcache.testing import (
     MemoryBackend,
     MemoryStore,
     Op,
+    Stop,
     VirtualClock,
 )
 from tests.faults.kit import CHUNK, CountedBackend, Rig, rig, slot_bytes, until
@@ -478,6 +479,23 @@ async def test_a_store_that_began_before_clear_leaves_nothing() -> None:
         assert (kept.stored_tokens, kept.stopped) == (0, StopReason.CLEARED)
         assert await lookup == 0
         assert await r.hit("old", 3) == 0
+        await r.rest()
+
+
+async def test_a_lookup_that_was_overtaken_by_clear_promises_nothing() -> None:
+    backend = FaultyBackend(MemoryBackend())
+    async with rig([backend]) as r:
+        await written(r, "old", 3)
+        backend.hold("contains", Stop.AFTER)
+        lookup = asyncio.create_task(r.engine.lookup(r.tokens("old", 3), lease_s=60))
+        await backend.reached("contains")
+        await r.engine.clear()
+        backend.release()
+        found = await lookup
+        assert (found.hit_tokens, found.stopped) == (0, StopReason.CLEARED)
+        assert found.lease is not None
+        assert found.lease.tokens == 0
+        found.lease.release()
         await r.rest()
 
 

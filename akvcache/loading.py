@@ -165,6 +165,9 @@ class Loader(Generic[KV]):
                     lease = await self._wait_for_slot()
                     if lease is None:
                         return False
+                    if self._context.epoch != self._epoch:
+                        lease.release()
+                        continue
                     wanted = self._at_hand(hold)  # it may have come while we waited
                 if wanted is None:
                     wanted = self._start(lease, hold)

@@ -369,3 +369,21 @@ class TestWeights:
             await engine.set_weights_version("v2")
             kept = await engine.store(kv.tokens, kv.slots, mask=head_mask(2 * T, 4 * T))
             assert (kept.stored_tokens, kept.new_tokens) == (0, 2 * T)
+
+
+@pytest.mark.asyncio
+async def test_a_retrieve_that_waits_for_a_slot_ends_with_the_clear_that_frees_it() -> None:
+    wanted, leased = PagedKV(4 * CHUNK, seed=1), PagedKV(2 * CHUNK, seed=2)
+    async with open_engine(wanted, 2, [MemoryBackend()], memory_wait_s=10.0) as engine:
+        await (await engine.store(wanted.tokens, wanted.slots)).durable()
+        await (await engine.store(leased.tokens, wanted.slots[: 2 * CHUNK])).durable()
+        found = await engine.lookup(leased.tokens, lease_s=30)
+        assert found.by_tier == {"host": 2 * CHUNK}
+        waiting = asyncio.create_task(engine.retrieve(wanted.tokens, wanted.slots))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        await engine.clear()
+        loaded = await waiting
+        assert (loaded.loaded_tokens, loaded.stopped) == (0, StopReason.CLEARED)
+        assert (await engine.lookup(wanted.tokens)).hit_tokens == 0

@@ -213,16 +213,21 @@ class CountedBackend(MemoryBackend):
 
 
 class FailingConnector:
-    """A connector on a fake device that lets one of the coming copies go wrong."""
+    """A connector on a fake device that lets one of the coming copies go wrong.
+
+    Attributes:
+        good_chunks: Chunks copied well since `fail_after`.
+    """
 
     def __init__(self, kv: RegionKV) -> None:
         self._copies = FakeDeviceConnector(kv.connector, FakeDevice())
         self._good: int | None = None
         self._fault = CopyFault.RAISE
+        self.good_chunks = 0
 
     def fail_after(self, good: int, fault: CopyFault) -> None:
         """Let `good` copies go well, and the next one not."""
-        self._good, self._fault = good, fault
+        self._good, self._fault, self.good_chunks = good, fault, 0
 
     @property
     def layout(self) -> KVLayout:
@@ -232,16 +237,18 @@ class FailingConnector:
         self._copies.check(kv, num_tokens)
 
     def gather(self, kv: torch.Tensor, spans: Sequence[Span], out: Sequence[memoryview]) -> FakeEvent:
-        self._count()
+        self._count(len(spans))
         return self._copies.gather(kv, spans, out)
 
     def scatter(self, kv: torch.Tensor, spans: Sequence[Span], src: Sequence[memoryview]) -> FakeEvent:
-        self._count()
+        self._count(len(spans))
         return self._copies.scatter(kv, spans, src)
 
-    def _count(self) -> None:
+    def _count(self, chunks: int) -> None:
         if self._good == 0:
             self._copies.fail_next(self._fault)
+        else:
+            self.good_chunks += chunks
         self._good = None if not self._good else self._good - 1
 
 

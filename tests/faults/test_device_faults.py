@@ -29,7 +29,9 @@ async def test_a_retrieve_whose_copy_fails_ends_before_it(kind: CopyFault, wave:
         await r.store("p", 6)
         made[0].fail_after(wave, kind)
         loaded = await r.retrieve("p", 6)
-        assert (loaded.loaded_tokens, loaded.stopped) == (wave * 2 * CHUNK, StopReason.TRANSFER_ERROR)
+        good = made[0].good_chunks
+        assert wave <= good < 6
+        assert (loaded.loaded_tokens, loaded.stopped) == (good * CHUNK, StopReason.TRANSFER_ERROR)
         await r.rest()
         assert (await r.retrieve("p", 6)).loaded_tokens == 6 * CHUNK
 
@@ -43,9 +45,11 @@ async def test_a_store_whose_copy_fails_keeps_what_was_copied(kind: CopyFault, w
     ) as r:
         made[0].fail_after(wave, kind)
         kept = await r.store("p", 6)
-        assert (kept.stored_tokens, kept.stopped) == (wave * 2 * CHUNK, StopReason.TRANSFER_ERROR)
+        good = made[0].good_chunks
+        assert wave <= good < 6
+        assert (kept.stored_tokens, kept.stopped) == (good * CHUNK, StopReason.TRANSFER_ERROR)
         await r.rest()
-        assert (await r.retrieve("p", 6)).loaded_tokens == wave * 2 * CHUNK
+        assert (await r.retrieve("p", 6)).loaded_tokens == good * CHUNK
         kept = await r.store("p", 6)
         assert (kept.stored_tokens, kept.stopped) == (6 * CHUNK, None)
         assert (await r.retrieve("p", 6)).loaded_tokens == 6 * CHUNK

@@ -83,7 +83,8 @@ class RetrieveResult:
     """What now lies in the caller's KV.
 
     Attributes:
-        mask: ``torch.bool``, one per token, True exactly where bytes now lie in `kv`; one contiguous run.
+        mask: ``torch.bool``, one per token, True exactly where bytes now lie in `kv`; one contiguous run. After
+            `TRANSFER_ERROR` a failed copy may have touched tokens behind that run, never before it.
         hit_tokens: Tokens that were cached when the request was planned: the contiguous run of chunks that begins
             behind the mask's head (at token 0 without a mask). Less `loaded_tokens`, it is what was promised and
             not delivered.

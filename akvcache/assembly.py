@@ -53,6 +53,7 @@ async def assemble(
     Raises:
         ConfigurationError: The configuration is not usable.
     """
+    _check_arguments(config, connector, namespace, backends)
     await anyio.lowlevel.checkpoint()  # loads anyio's backend now (0.2 s), not in the first cancellation
     clock = clock or SystemClock()
     layout = connector.layout
@@ -178,6 +179,23 @@ async def dismantle(context: Context[KV]) -> None:
         await run_blocking(context.executor, context.host.pool.arena.unpin)
     if not await join_executor(context.executor, THREAD_JOIN_S):
         _log.warning("closed with a copy thread that did not end")
+
+
+def _check_arguments(config: object, connector: object, namespace: object, backends: Sequence[object] | None) -> None:
+    """Refuse what could only fail later, and less clearly."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigurationError(f"config must be an EngineConfig, got {type(config).__name__}")
+    if not isinstance(getattr(connector, "layout", None), KVLayout):
+        raise ConfigurationError(f"connector must be a KVConnector with a layout, got {type(connector).__name__}")
+    if namespace is not None and not isinstance(namespace, CacheNamespace):
+        raise ConfigurationError(f"namespace must be a CacheNamespace, got {type(namespace).__name__}")
+    for backend in backends or ():
+        if not hasattr(backend, "contains"):
+            raise ConfigurationError(f"tiers must be backends, got {backend!r}; URLs belong into EngineConfig.tiers")
+    paths = [url.partition("?")[0] for url in config.tiers]
+    for path in paths:
+        if not path.endswith("://") and paths.count(path) > 1:
+            raise ConfigurationError(f"tier {path!r} is given twice")
 
 
 def _chunker(config: EngineConfig, layout: KVLayout) -> Chunker:

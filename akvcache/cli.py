@@ -35,6 +35,12 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("'' must be a path")
+    return Path(text)
+
+
 def _whole(low: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
@@ -60,9 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         "prompt's KV, the second finds it on NVMe. Prints the time to the first token of both.",
     )
     add = demo.add_argument
-    add("--document", type=Path, metavar="PATH", help="text to ask about (the shipped lighthouse handbook)")
+    add("--document", type=_path, metavar="PATH", help="text to ask about (the shipped lighthouse handbook)")
     add("--question", default=DEFAULT_QUESTION, metavar="TEXT", help="what to ask (%(default)r)")
-    add("--model", type=Path, metavar="PATH", help="folder of a Hugging Face model (SmolLM2-135M-Instruct)")
+    add("--model", type=_path, metavar="PATH", help="folder of a Hugging Face model (SmolLM2-135M-Instruct)")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="what the model computes in (%(default)s)")
     add(
         "--chunk-tokens",
@@ -71,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens per chunk (%(default)s)",
     )
-    add("--store", type=Path, metavar="DIR", help="folder of the NVMe tier, kept (a temporary one, removed)")
+    add("--store", type=_path, metavar="DIR", help="folder of the NVMe tier, kept (a temporary one, removed)")
     add(
         "--prompt-tokens",
         type=_whole(1),
@@ -79,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"longest prompt; the document is cut to fit ({DEFAULT_PROMPT_TOKENS})",
     )
     add("--new-tokens", type=_whole(1), default=DEFAULT_NEW_TOKENS, metavar="N", help="longest answer (%(default)s)")
-    add("--cache-dir", type=Path, default=default_cache_dir(), metavar="DIR", help="prepared models (%(default)s)")
+    add("--cache-dir", type=_path, default=default_cache_dir(), metavar="DIR", help="prepared models (%(default)s)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 

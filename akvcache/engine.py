@@ -28,7 +28,7 @@ from akvcache.context import Budget, Context
 from akvcache.errors import ConfigurationError, InvariantError, UsageError
 from akvcache.host import HostLease
 from akvcache.keys import CacheNamespace, RequestScope
-from akvcache.request import Request, check_deadline_s, check_lease_s, prepare, without_keys
+from akvcache.request import Request, check_lease_s, check_seconds, prepare, without_keys
 from akvcache.results import (
     ClearResult,
     FlushResult,
@@ -351,7 +351,7 @@ class CacheEngine(Generic[KV]):
 
     @staticmethod
     def _budget(deadline_s: float | None, default_s: float) -> Budget:
-        check_deadline_s(deadline_s)
+        check_seconds("deadline_s", deadline_s)
         return Budget(default_s if deadline_s is None else deadline_s)
 
     async def _request(self, op: str, tokens: TokenSequence, scope: RequestScope, mask: Mask | None) -> Request:

@@ -20,6 +20,7 @@ from akvcache.engine import CacheEngine
 from akvcache.errors import UsageError
 from akvcache.host import HostLease
 from akvcache.keys import CacheNamespace, RequestScope
+from akvcache.request import check_seconds
 from akvcache.results import ClearResult, FlushResult, Health, LookupResult, RetrieveResult, StoreResult
 from akvcache.tokens import Mask, TokenSequence
 
@@ -192,11 +193,11 @@ class SyncCacheEngine(Generic[KV]):
 
     def flush(self, *, timeout_s: float = 30.0) -> FlushResult:
         """`CacheEngine.flush`, blocking."""
-        return self.submit(lambda engine: engine.flush(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
+        return self.submit(lambda engine: engine.flush(timeout_s=timeout_s)).wait(self._limit(timeout_s, timeout_s))
 
     def clear(self, *, timeout_s: float = 60.0) -> ClearResult:
         """`CacheEngine.clear`, blocking."""
-        return self.submit(lambda engine: engine.clear(timeout_s=timeout_s)).wait(timeout_s + MARGIN_S)
+        return self.submit(lambda engine: engine.clear(timeout_s=timeout_s)).wait(self._limit(timeout_s, timeout_s))
 
     def health(self) -> Health:
         """`CacheEngine.health`."""
@@ -211,7 +212,9 @@ class SyncCacheEngine(Generic[KV]):
         return await self._stack.enter_async_context(opening)
 
     def _limit(self, deadline_s: float | None, default_s: float) -> float:
-        return (default_s if deadline_s is None else deadline_s) + self._config.copy_timeout_s + MARGIN_S
+        check_seconds("deadline_s", deadline_s)
+        limit = (default_s if deadline_s is None else float(deadline_s)) + self._config.copy_timeout_s + MARGIN_S
+        return min(limit, threading.TIMEOUT_MAX)
 
     def _check_thread(self) -> None:
         if threading.current_thread() is self._thread:

@@ -105,8 +105,12 @@ class CacheNamespace:
     extra: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
+        texts: list[object] = [self.model, self.weights_version, *self.extra.keys(), *self.extra.values()]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ConfigurationError(f"model, weights_version and extra must be text, got {text!r}")
         for axis, (rank, size) in self.parallel.items():
-            if not 0 <= rank < size:
+            if not 0 <= rank < size < 1 << 32:
                 raise ConfigurationError(f"parallel axis {axis!r}: rank {rank} is not below size {size}")
         object.__setattr__(self, "parallel", MappingProxyType(dict(self.parallel)))
         object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))

@@ -14,7 +14,7 @@ from akvcache.supervision import run_blocking
 from akvcache.telemetry import Phase
 from akvcache.tokens import Mask, TokenSequence, canonical_tokens, masked_head
 
-__all__ = ("Request", "check_deadline_s", "check_lease_s", "prepare", "without_keys")
+__all__ = ("Request", "check_seconds", "check_lease_s", "prepare", "without_keys")
 
 KEYS_ON_LOOP: Final = 1 << 14
 """Prompts up to this many tokens are keyed on the loop (about 0.2 ms); longer ones in a thread."""
@@ -54,6 +54,17 @@ async def prepare(
     Raises:
         UsageError: One of them is not valid.
     """
+    try:
+        return await _prepare(schema, executor, tokens, scope, mask)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"tokens, mask or scope cannot be read: {type(error).__name__}: {error}") from error
+
+
+async def _prepare(
+    schema: KeySchema, executor: Executor, tokens: TokenSequence, scope: RequestScope, mask: Mask | None
+) -> Request:
     if not isinstance(cast("object", scope), RequestScope):
         raise UsageError(f"scope must be a RequestScope, got {type(scope).__name__}")
     keyed = Phase()
@@ -80,14 +91,18 @@ def without_keys(tokens: TokenSequence, mask: Mask | None) -> Request:
     return Request(num_tokens=num_tokens, run=ChunkRun((), ()))
 
 
-def check_deadline_s(value: float | None) -> None:
-    """Check a deadline.
+def check_seconds(name: str, value: float | None) -> None:
+    """Check a deadline or time-out.
 
     Raises:
         UsageError: It is not a number of seconds, at least 0.
     """
-    if value is not None and not (isinstance(cast("object", value), Real) and value >= 0):
-        raise UsageError(f"deadline_s must be a number of seconds, at least 0, got {value!r}")
+    try:
+        valid = value is None or (isinstance(cast("object", value), Real) and float(value) >= 0)
+    except OverflowError:
+        valid = False
+    if not valid:
+        raise UsageError(f"{name} must be a number of seconds, at least 0, got {value!r:.60}")
 
 
 def check_lease_s(value: float | None) -> None:

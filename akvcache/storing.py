@@ -18,7 +18,7 @@ from akvcache.errors import TransferError
 from akvcache.index import Entry
 from akvcache.keys import ChunkRun
 from akvcache.planner import plan_prefix
-from akvcache.request import Request
+from akvcache.request import Request, check_seconds
 from akvcache.results import DurableResult, StopReason
 from akvcache.telemetry import Phase
 from akvcache.writeback import WriteQueue, WriteSpan
@@ -221,6 +221,7 @@ async def durable(
 ) -> DurableResult:
     """Wait for the writes of a store, then ask the persistent tiers what they hold of it."""
     context.check_usable()
+    check_seconds("timeout_s", timeout_s)
     late = False
     try:
         async with asyncio.timeout(context.config.store_deadline_s if timeout_s is None else timeout_s):

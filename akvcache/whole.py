@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from akvcache.context import Context
+from akvcache.errors import UsageError
 from akvcache.keys import KeySchema
+from akvcache.request import check_seconds
 from akvcache.results import ClearResult, FlushResult, StopReason
 
 __all__ = ("clear", "flush", "set_weights_version")
@@ -18,6 +20,7 @@ KV = TypeVar("KV")
 
 async def flush(context: Context[KV], timeout_s: float) -> FlushResult:
     """See `CacheEngine.flush`."""
+    check_seconds("timeout_s", timeout_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             for queue in context.queues:
@@ -35,6 +38,9 @@ async def clear(context: Context[KV], timeout_s: float) -> ClearResult:
     Cancellation:
         Only this wait ends: the tiers stay hidden and are emptied in the background.
     """
+    check_seconds("timeout_s", timeout_s)
+    if not timeout_s:
+        raise UsageError("timeout_s must be above 0: a tier that is not emptied in time is taken out of use")
     context.epoch += 1
     dropped = context.host.clear()
     for queue in context.queues:

@@ -177,15 +177,15 @@ class NvmeBackend:
             await shielded(self._attach(namespace_id, manifest))
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """See `Backend.contains`. Keys not known here are looked for on disk, all in one hop."""
+        """See `Backend.contains`. The disk answers, all in one hop: others put chunks there and take them away."""
         with self._call("contains"):
-            unknown = [key for key in keys if key not in self._index]
-            if unknown:
-                found = await run_blocking(self._lookups, queries.locate, self._root, unknown)
-                for key, nbytes in zip(unknown, found, strict=True):
-                    if nbytes is not None and key not in self._index:
-                        self._discovered(key, nbytes)
-            return [key in self._index for key in keys]
+            found = await run_blocking(self._lookups, queries.locate, self._root, keys)
+            for key, nbytes in zip(keys, found, strict=True):
+                if nbytes is None:
+                    await self._missed(key)
+                elif key not in self._index:
+                    self._discovered(key, nbytes)
+            return [nbytes is not None for nbytes in found]
 
     async def read(self, key: ChunkKey, into: memoryview) -> int | None:
         """See `Backend.read`."""

@@ -203,12 +203,16 @@ class TestClose:
         store = MemoryStore()
         backend = FaultyBackend(MemoryBackend(store))
 
+        stored = asyncio.Event()
+
         async def use() -> None:
             async with open_engine(kv, 16, [backend]) as engine:
                 backend.hold("write")
                 await engine.store(kv.tokens, kv.slots)
+                stored.set()
 
         task = asyncio.create_task(use())
+        await stored.wait()
         await backend.reached("write")
         await asyncio.sleep(0)
         task.cancel()

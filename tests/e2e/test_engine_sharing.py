@@ -248,7 +248,7 @@ class TestSingleFlight:
 
     @pytest.mark.asyncio
     async def test_a_chunk_whose_store_is_in_flight_is_served_from_its_slot(self) -> None:
-        kv = PagedKV(3 * T)
+        kv = PagedKV(T)
         before = kv.rows()
         backend = CountingBackend(MemoryStore())
         kv.connector = gated = GatedConnector(kv.connector)  # type: ignore[assignment]
@@ -260,9 +260,9 @@ class TestSingleFlight:
             lookup = await engine.lookup(kv.tokens)
             assert lookup.hit_tokens == 0, "not visible before it is complete"
             gated.release()
-            assert (await storing).stored_tokens == 3 * T
+            assert (await storing).stored_tokens == T
             loaded = await retrieving
-        assert (loaded.loaded_tokens, loaded.stopped, loaded.by_tier) == (3 * T, None, {"host": 3 * T})
+        assert (loaded.loaded_tokens, loaded.stopped, loaded.by_tier) == (T, None, {"host": T})
         assert backend.reads == []
         assert torch.equal(kv.rows(), before)
 

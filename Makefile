@@ -51,7 +51,6 @@ test: check
 	rm -rf dist && $(BIN)/python -m build -q --wheel --no-isolation && $(BIN)/check-wheel-contents dist/*.whl
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m pytest -q --cov --cov-report=
-	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered --fail-under=90
 
 bench: $(VENV)/.dev

@@ -29,7 +29,7 @@ __all__ = ("Outcome", "OutcomeKind", "Tier")
 
 T = TypeVar("T")
 _log = logging.getLogger("akvcache.tiers")
-READ_AHEAD_BYTES: Final = 64 << 20
+READ_AHEAD_BYTES: Final = 100 << 20
 """Bytes that reads have in flight at most, but two reads always: large chunks read all at once would also all arrive at
 once, and their verification and copies could not overlap the disk (docs/reference/benchmarks.md)."""
 MISSES_LOGGED_S: Final = 5.0

@@ -70,11 +70,12 @@ _Bucket = dict[int, dict[ChunkKey, None]]
 """Chunks of one request and segment, by depth."""
 
 
-class _RankedPolicy:
-    """Ranks chunks in buckets, one per segment and tick; subclasses choose the segment of a chunk.
+class LruPolicy:
+    """The request that was used longest ago leaves first.
 
-    A bucket holds what one request used last. Buckets stand in a heap by tick, so that a touch costs a few dictionary
-    operations per chunk, however many chunks there are.
+    Ranks chunks in buckets, one per segment and tick; a subclass may move chunks between segments. A bucket holds what
+    one request used last. Buckets stand in a heap by tick, so that a touch costs a few dictionary operations per chunk,
+    however many chunks there are.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -145,7 +146,7 @@ class _RankedPolicy:
                 heapq.heappush(heap, tick)
 
     def _place(self, key: ChunkKey, segment: int, tick: int) -> None:
-        _RankedPolicy.forget(self, key)
+        LruPolicy.forget(self, key)
         self._ranks[key] = segment, tick
         buckets, heap = self._buckets[segment], self._ticks[segment]
         if tick not in buckets:
@@ -157,18 +158,11 @@ class _RankedPolicy:
         buckets[tick].setdefault(depth_of(key), {})[key] = None
 
     def _segment_touched(self, segment: int) -> int:
-        raise NotImplementedError
-
-
-class LruPolicy(_RankedPolicy):
-    """The request that was used longest ago leaves first."""
-
-    @override
-    def _segment_touched(self, segment: int) -> int:
+        """Return the segment of a chunk of `segment` that is used again."""
         return segment
 
 
-class SegmentedLruPolicy(_RankedPolicy):
+class SegmentedLruPolicy(LruPolicy):
     """Scan-resistant: chunks used by two requests leave after chunks used by one.
 
     A first use enters the probation segment; the next moves to the protected one, which holds at most

@@ -68,7 +68,8 @@ class LookupResult:
     Attributes:
         hit_tokens: Tokens of the prefix that are cached, from token 0.
         by_tier: Tier name to tokens it would serve; sums to `hit_tokens`.
-        lease: Protects those chunks from eviction until released or expired; None if none was asked for.
+        lease: Protects those chunks from eviction until released or expired; None if none was asked for
+            or a gate is closed.
         stopped: Why the prefix ends; None if every chunk is cached.
     """
 

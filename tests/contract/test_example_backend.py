@@ -54,4 +54,4 @@ class TestSqliteBackend(BackendContract):
 
 def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigurationError, match="did you mean 'capacity'"):
-        SqliteBackend.from_url("sqlite:///tmp/akv.db?capacty=1GiB")
+        SqliteBackend.from_url("sqlite:///akv.db?capacty=1GiB")

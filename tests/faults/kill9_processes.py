@@ -8,13 +8,12 @@ directory, retrieves whatever a lookup promises and compares every byte with wha
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import torch
 
 from akvcache import CacheEngine, CacheNamespace, EngineConfig, StopReason
 from akvcache.testing import RegionKV, make_rows
+from tests.forking import spawn
 
 CHUNK = 128
 MAX_CHUNKS = 6
@@ -30,7 +30,6 @@ PROMPTS = 40
 ROUNDS = 20
 TIMEOUT_S = 50
 REMEMBERED = 2
-PR_SET_PDEATHSIG = 1
 
 
 def prompts(seed: int, round_: int) -> list[tuple[str, int]]:
@@ -84,22 +83,6 @@ async def read(root: Path, seed: int, rounds: range, report: int) -> None:
             assert np.array_equal(kv.read(0)[:hit], make_rows(name, chunks * CHUNK, kv.token_bytes)[:hit]), name
             found += hit // CHUNK
     os.write(report, found.to_bytes(4, "little"))
-
-
-def spawn(program: Callable[[], Coroutine[object, object, None]]) -> int:
-    """Run `program` in a forked child; return its process id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever becomes of us, no child stays behind
-    status = 1
-    try:
-        asyncio.run(program())
-        status = 0
-    except BaseException as error:
-        print(f"child failed: {error!r}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(status)
 
 
 def ended_well(pid: int) -> bool:

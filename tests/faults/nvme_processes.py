@@ -8,7 +8,6 @@ imported, so a round takes milliseconds.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import random
 import signal
@@ -18,29 +17,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from akvcache.testing import make_namespace_id
+from tests.forking import spawn
 from tests.nvme_kit import FRAME, allocated_below, chunk_files, get, opened, prompt, put, sample_under_lock, temp_files
 
 CAPACITY = 48 * FRAME
 WRITERS = 4
 ROUNDS = 20
 TIMEOUT_S = 40
-PR_SET_PDEATHSIG = 1
-
-
-def spawn(program: Callable[[], Coroutine[object, object, None]]) -> int:
-    """Run `program` in a forked child; return its process id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever becomes of us, no child stays behind
-    status = 1
-    try:
-        asyncio.run(program())
-        status = 0
-    except BaseException as error:
-        print(f"child failed: {error!r}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(status)
 
 
 def ended(pid: int) -> bool:

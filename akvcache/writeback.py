@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from opentelemetry.trace import Span, SpanContext
@@ -256,15 +257,18 @@ class WriteQueue:
             if outcome.late is None:
                 self._finish(item, _REASONS.get(outcome.kind))
             else:
-                self._supervisor.spawn(self._finish_late(item, outcome.late), name=f"{self.tier.name}-late")
+                waiting = self._supervisor.spawn(_ended(outcome.late), name=f"{self.tier.name}-late")
+                waiting.add_done_callback(partial(self._late_ended, item))
 
-    async def _finish_late(self, item: _Item, late: asyncio.Task[object]) -> None:
-        try:
-            await asyncio.wait([late])
-        except asyncio.CancelledError:  # closing: the slot stays with the write, its span ends
+    def _late_ended(self, item: _Item, waiting: asyncio.Task[None]) -> None:
+        """Finish a write that overran its time; if closing gave up on it, its slot stays with it and its span ends.
+
+        A callback, because a task that is cancelled before its first step runs none of its own clean-up.
+        """
+        if waiting.cancelled():
             item.span.end(StopReason.BACKEND_ERROR)
-            raise
-        self._finish(item, StopReason.BACKEND_ERROR)
+        else:
+            self._finish(item, StopReason.BACKEND_ERROR)
 
     def _finish(self, item: _Item, failed: StopReason | None) -> None:
         self._pending.pop(item.entry.key, None)
@@ -278,6 +282,10 @@ class WriteQueue:
 
     def _size(self, entry: Entry) -> int:
         return frames.frame_bytes(self._layout.payload_bytes(entry.num_tokens))
+
+
+async def _ended(late: asyncio.Task[object]) -> None:
+    await asyncio.wait([late])
 
 
 async def _stand_back(quiet: asyncio.Event) -> None:
